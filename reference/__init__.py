@@ -1,0 +1,1 @@
+"""The truth: one readable oracle per operation, in plain torch."""
