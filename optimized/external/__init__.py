@@ -1,0 +1,1 @@
+"""Kernels of other libraries, one file a library, imported only when used."""
