@@ -1,0 +1,149 @@
+"""The command line. Nothing heavy is imported until a command runs, so that help is instant."""
+
+import ctypes
+import os
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+GROUP = "assay.commands"
+
+console = Console()
+errors = Console(stderr=True)
+
+
+class _LazyGroup(TyperGroup):
+    """Adds the subcommands of other rooms, which name themselves in the entry-point group ``assay.commands``."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Our own commands, then those of the other rooms."""
+        return [*super().list_commands(ctx), *sorted(point.name for point in entry_points(group=GROUP))]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Our own command of that name, or else another room's, imported now."""
+        own = super().get_command(ctx, cmd_name)
+        if own is not None:
+            return own
+        found = [point for point in entry_points(group=GROUP) if point.name == cmd_name]
+        return typer.main.get_command(found[0].load()) if found else None
+
+
+app = typer.Typer(
+    cls=_LazyGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    help="Prove that an attention kernel computes what its readable oracle says.",
+)
+
+
+@app.command("list")
+def list_operations() -> None:
+    """Show the operations, their oracles and the kernels that this machine can import."""
+    _prepare(device="cpu")
+    from .listing import operations_table
+
+    console.print(operations_table())
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine can judge, and why not the rest."""
+    _prepare(device="auto")
+    from .doctor import diagnose, render
+
+    console.print(render(diagnose()))
+
+
+@app.command()
+def check(
+    ops: Annotated[list[str] | None, typer.Argument(help="Operations to judge; all if none is named.")] = None,
+    kernel: Annotated[
+        str | None,
+        typer.Option(help="module:function, file.py:function, a provider, or a pattern of our own."),
+    ] = None,
+    tier: Annotated[str, typer.Option(help="smoke: under two minutes; full: everything.")] = "smoke",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[list[str] | None, typer.Option(help="float32, float16 or bfloat16; repeatable.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the draw of cases and tensors.")] = 0,
+    geometry: Annotated[str | None, typer.Option(help="R/Dn/Dr/Dv of mla_prefill, Dq/Dv of attention.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Query heads, instead of the tier's own.")] = None,
+    shapes: Annotated[Path | None, typer.Option(help="TOML file of cases to judge instead of the tier's.")] = None,
+    case: Annotated[str | None, typer.Option(help="Judge this one case: its id, or the end of it.")] = None,
+    family: Annotated[str | None, typer.Option(help="Judge this family only.")] = None,
+    list_cases: Annotated[bool, typer.Option("--list-cases", help="Show the plan and stop.")] = False,
+    fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first failure.")] = False,
+    max_seconds: Annotated[float | None, typer.Option(min=0, help="Stop starting cases after this long.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for records.jsonl.")] = None,
+) -> None:
+    """Judge kernels against their oracles.
+
+    Exit codes: 0 all passed, 1 a verdict failed, 2 usage, 3 nothing was judged, 6 stopped before the end by
+    --max-seconds, 7 harness error, 130 interrupted.
+    """
+    _prepare(device=device)
+    from .plan import UsageError
+    from .session import CheckOptions, run_check
+
+    options = CheckOptions(
+        ops=tuple(ops or ()),
+        kernel=kernel,
+        tier=tier,
+        device=device,
+        dtypes=tuple(dtype or ()),
+        seed=seed,
+        geometry=geometry,
+        heads=heads,
+        shapes=shapes,
+        case_id=case,
+        family=family,
+        list_cases=list_cases,
+        fail_fast=fail_fast,
+        max_seconds=max_seconds,
+        out=out,
+    )
+    try:
+        code = run_check(options, console)
+    except UsageError as error:
+        _usage(str(error))
+    except KeyboardInterrupt:
+        errors.print("interrupted; the records written so far are complete")
+        raise typer.Exit(130) from None
+    raise typer.Exit(code)
+
+
+def _usage(text: str) -> NoReturn:
+    errors.print(f"[bold red]usage:[/] {text}", highlight=False, markup=True)
+    raise typer.Exit(2)
+
+
+def _prepare(*, device: str) -> None:
+    """Choose Triton's interpreter before anything imports triton, where there is no GPU to compile for."""
+    if device == "cpu" or (device == "auto" and not _has_cuda()):
+        os.environ["TRITON_INTERPRET"] = "1"
+        # an interpreted program is many small products, which threads only slow down
+        for library in ("OMP", "OPENBLAS", "MKL"):
+            os.environ.setdefault(f"{library}_NUM_THREADS", "1")
+
+
+def _has_cuda() -> bool:
+    # asked of the driver rather than of torch, which would fix the number of its threads when imported
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

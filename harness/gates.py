@@ -1,0 +1,304 @@
+"""The gates: how far an honest kernel may be from the oracle, derived from its contract by error analysis.
+
+G1 non-finite values, G3 exact families, G4 hard envelope of every element, G5 root mean square of a row, G6 scale of a
+row and of pooled rows, and the log-sum-exp. The formulas and their derivation are in docs/method.md.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .companions import Companions, companions
+from .contract import SUBNORMAL, UNIT_ROUNDOFF, Contract
+from .families import EXACT_FAMILIES
+from .operation import Outline, Rows
+from .record import GateResult, Location
+from .strata import ScaleRows, pooled_scale
+
+ROW_RMS_LIMIT = 1.6
+MEDIAN_RMS_LIMIT = 1.1
+FEWEST_KEYS_FOR_RMS = 4
+FEWEST_ROWS_FOR_MEDIAN = 8
+SCALE_ROW_SIGMAS = 7.0
+LSE_SIGMAS = 4.0
+# chi-square tail, one-sided, in standard normal deviations: 1e-9 per row
+RMS_TAIL = 6.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roundoffs:
+    """The unit roundoffs of a contract as the formulas name them.
+
+    ``projected`` is that of storing a projected key or value, ``projection`` that of the sum before it, relative to the
+    root of its squared terms; ``merge`` is that of the float32 arithmetic of merge weights, per unit of ``1 + |lse|``.
+    """
+
+    p: float
+    out: float
+    projected: float
+    projection: float
+    split: float
+    merge: float
+    pv_acc: float
+    qk_acc: float
+    logits: float
+    lse: float
+    ex2: float
+    from_p: float
+
+    @classmethod
+    def of(cls, contract: Contract, rows: Rows) -> "Roundoffs":
+        """Read them off the contract, for rows whose projection and splits are known."""
+        projects, splits = rows.projection_depth > 0, max(1, len(rows.split_ends))
+        sums = UNIT_ROUNDOFF["fp64" if contract.projected == "fp64" else "fp32"]
+        return cls(
+            p=contract.roundoff("p"),
+            out=contract.roundoff("out"),
+            projected=contract.roundoff("projected") if projects else 0.0,
+            projection=math.sqrt(rows.projection_depth) * sums,
+            split=contract.roundoff("splits_store") if splits > 1 else 0.0,
+            merge=2 * math.sqrt(splits) * contract.roundoff("lse") if splits > 1 else 0.0,
+            pv_acc=contract.roundoff("pv_acc"),
+            qk_acc=contract.roundoff("qk_acc"),
+            logits=contract.roundoff("logits"),
+            lse=contract.roundoff("lse"),
+            ex2=contract.ex2_rel,
+            from_p=contract.roundoff("p") if contract.l == "from_p" else 0.0,
+        )
+
+
+def logit_error(c: Companions, u: Roundoffs, d_qk: int) -> Tensor:
+    """``eta``, ``[n, h]``: bound on the error of any logit of a row."""
+    products = 4 * math.sqrt(d_qk) * u.qk_acc * c.products
+    projection = u.projected * c.projected_products + 4 * u.projection * c.key_terms
+    return products + u.logits * c.logit_max + 4 * u.pv_acc * c.logit_range + projection
+
+
+def _merge_error(c: Companions, u: Roundoffs) -> Tensor:
+    """Relative error of a merge weight, ``[n, h, 1]``."""
+    return (u.merge * (1 + torch.where(c.visible > 0, c.lse.abs(), 0.0)))[..., None]
+
+
+def hard_envelope(c: Companions, u: Roundoffs, contract: Contract, d_qk: int, v_max: float) -> Tensor:
+    """G4, ``[n, h, Dv]``: no honest kernel has an element beyond it."""
+    eta = logit_error(c, u, d_qk)[..., None]
+    sums = 4 * c.visible.sqrt()[..., None] * u.pv_acc
+    underflow = {"fp16": 2.0**-25, "e4m3": 2.0**-10}.get(contract.p, 0.0) * c.visible[..., None] * v_max
+    return (
+        u.out * c.out.abs()
+        + (u.p + u.projected + u.ex2 + sums + u.split) * c.magnitude
+        + u.from_p * (c.magnitude + c.out.abs())
+        + (2 * torch.expm1(eta) + _merge_error(c, u)) * c.spread
+        + 4 * u.projection * c.value_terms
+        + underflow
+        + SUBNORMAL[contract.out]
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variances:
+    """G5, each ``[n, h, Dv]``: of errors independent per element, of rounded weights, of rounded keys and logits."""
+
+    element: Tensor
+    weight: Tensor
+    key: Tensor
+
+    @classmethod
+    def of(cls, c: Companions, u: Roundoffs) -> "Variances":
+        """A rounding error is uniform: its variance is a third of its bound squared."""
+        element = u.out**2 * c.out.square() + u.projected**2 * c.power + u.split**2 * c.split_power
+        element = element + u.pv_acc**2 * c.sum_power + u.projection**2 * c.value_terms_power
+        weight = (u.p**2 + u.ex2**2) * c.power + u.from_p**2 * c.out.square() / c.n_eff[..., None]
+        key = u.projected**2 * c.key_spread + u.logits**2 * c.logit_spread + u.projection**2 * c.key_terms_spread
+        sums = u.qk_acc**2 * c.fp32_spread + _merge_error(c, u).square() * c.split_spread
+        return cls(element=element / 3, weight=weight / 3, key=key / 3 + sums)
+
+    @property
+    def total(self) -> Tensor:
+        """``[n, h]``, over the row."""
+        return (self.element + self.weight + self.key).sum(-1).clamp(min=1e-300)
+
+    def freedom(self, c: Companions) -> Tensor:
+        """Degrees of freedom of the row's squared error, ``[n, h]``; parts combine as if they had one direction."""
+        parts = (
+            (self.element, torch.full_like(c.lse, self.element.shape[-1])),
+            (self.weight, c.weight_dof),
+            (self.key, c.key_dof),
+        )
+        return 1 / sum(part.sum(-1) / self.total / dof.sqrt() for part, dof in parts).square()
+
+
+def chi_limit(freedom: Tensor) -> Tensor:
+    """Upper quantile of the root mean square of ``freedom`` normal errors, after Wilson and Hilferty."""
+    spread = 2 / 9 / freedom
+    return (1 - spread + RMS_TAIL * spread.sqrt()).pow(1.5)
+
+
+def lse_limit(c: Companions, u: Roundoffs, d_qk: int, splits: int) -> Tensor:
+    """Limit on the log-sum-exp, ``[n, h]``: the hard bound, or four of the largest standard deviation if smaller."""
+    eta = logit_error(c, u, d_qk)
+    spread = u.projected / math.sqrt(3) * c.lse_key + u.logits * c.logit_max + u.qk_acc * c.lse_fp32
+    spread = spread + 4 * u.projection * c.key_terms
+    stored = 2 * u.lse * math.sqrt(max(1, splits)) * c.lse.abs() + 4 * c.visible.sqrt() * u.pv_acc + u.from_p + u.ex2
+    return torch.minimum(eta, LSE_SIGMAS * spread) + stored
+
+
+def nonfinite_gates(out: Tensor, lse: Tensor, outline: Outline) -> list[GateResult]:
+    """G1 over all elements: finite, except ``lse = -inf`` (and ``out = 0``) exactly in the rows that see no key."""
+    empty = outline.empty_rows.to(out.device)
+    bad_out = ~torch.isfinite(out)
+    bad_lse = torch.where(empty[:, None], lse != float("-inf"), ~torch.isfinite(lse))
+    nonzero = empty[:, None, None] & (out != 0)
+    results = []
+    for name, bad, values in (("out", bad_out | nonzero, out), ("lse", bad_lse, lse)):
+        where = None
+        if bool(bad.any()):
+            index = [int(i) for i in bad.nonzero()[0]]
+            expected = 0.0 if name == "out" else float("-inf") if bool(empty[index[0]]) else None
+            where = Location(
+                request=int(outline.requests[index[0]]),
+                token=index[0],
+                head=index[1],
+                dim=index[2] if name == "out" else None,
+                got=float(values[tuple(index)]),
+                expected=float("nan") if expected is None else expected,
+            )
+        text = f"{int(bad.sum())} of {bad.numel()} elements of {name}"
+        results.append(GateResult(gate=f"G1 {name}", ratio=math.inf if where else 0.0, where=where, text=text))
+    return results
+
+
+def exact_elements(c: Companions, rows: Rows, out_dtype: torch.dtype, family: str) -> Tensor:
+    """G3, ``[n, h, Dv]``: elements of an exact family that every honest kernel gives bit for bit.
+
+    One-hot rows always. Uniform rows where the row, and each stretch that is stored before a merge, has ``2^k`` visible
+    keys (so that normalised weights are exact, too), and its mean is representable and not 0, so that float32 noise
+    rounds away. Outputs in float32 are compared after rounding to bfloat16, for the same reason.
+    """
+    if family == "exact-one-hot":
+        return (c.visible[..., None] > 0).expand_as(c.out)
+    representable = (c.out.to(out_dtype).double() == c.out) & (c.out != 0)
+    stored = (c.split_means.to(out_dtype).double() == c.split_means).all(dim=2)
+    return representable & stored & _power_of_two_stretches(rows)[:, None, None]
+
+
+def _power_of_two_stretches(rows: Rows) -> Tensor:
+    """``[n]``: whether each stretch between merges shows ``2^k`` keys or none, and so does the whole row."""
+    starts = [0, *rows.split_ends[:-1]]
+    ends = rows.split_ends or (rows.k.shape[0],)
+    seen = [(rows.last_key + 1).clamp(min=start, max=end) - start for start, end in zip(starts, ends, strict=True)]
+    counts = torch.stack([*seen, rows.last_key + 1])
+    return (((counts & (counts - 1)) == 0) & (counts[-1] > 0)).all(dim=0)
+
+
+class Tally:
+    """Worst ratio of each gate over the blocks of rows, and what the pooled statistics need."""
+
+    def __init__(self, contract: Contract, family: str) -> None:
+        """Judge under ``contract``; ``family`` decides whether elements are exact."""
+        self._contract, self._family = contract, family
+        self._worst: dict[str, GateResult] = {}
+        self._rms: list[Tensor] = []
+        self._freedom: list[Tensor] = []
+        # rows of one request and head share their keys and values, so only groups are independent
+        self._groups = 0
+        self._scale: list[ScaleRows] = []
+        self.rows_judged = 0
+
+    def add(self, rows: Rows, out: Tensor, lse: Tensor) -> None:
+        """Judge one block; ``out`` is ``[T, H, Dv]`` and ``lse`` ``[T, H]``, the kernel's whole answer."""
+        c, d_qk = companions(rows), rows.q.shape[-1]
+        u = Roundoffs.of(self._contract, rows)
+        got = out[rows.tokens][:, rows.heads].double()
+        got_lse = lse[rows.tokens][:, rows.heads].double()
+        error = got - c.out
+        self.rows_judged += c.lse.numel()
+
+        if self._family in EXACT_FAMILIES:
+            dtype = out.dtype if out.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
+            exact = exact_elements(c, rows, dtype, self._family)
+            wrong = exact & (got.to(dtype).double() != c.out)
+            self._keep("G3 exact", torch.where(wrong, math.inf, 0.0), rows, got, c.out)
+        v_max = float(rows.v.abs().max()) if rows.v.numel() else 0.0
+        envelope = hard_envelope(c, u, self._contract, d_qk, v_max)
+        self._keep("G4 envelope", error.abs() / envelope, rows, got, c.out)
+
+        seen = c.visible > 0
+        lse_error = torch.where(seen, (got_lse - c.lse).abs(), 0.0)
+        self._keep("G6 lse", lse_error / lse_limit(c, u, d_qk, len(rows.split_ends)), rows, got_lse, c.lse)
+
+        if self._family in EXACT_FAMILIES:
+            # equal rows in every head and request: no statistic applies, and none is needed
+            return
+        variances = Variances.of(c, u)
+        rms, freedom = (error.square().sum(-1) / variances.total).sqrt(), variances.freedom(c)
+        diffuse = seen & (c.n_eff >= FEWEST_KEYS_FOR_RMS)
+        self._rms.append(rms[diffuse])
+        self._freedom.append(freedom[diffuse])
+        self._groups += int(diffuse.any(dim=0).sum())
+        ratio = torch.where(diffuse, rms / chi_limit(freedom).clamp(min=ROW_RMS_LIMIT), 0.0)
+        self._keep("G5 row rms", ratio, rows, got, c.out, error=error)
+
+        scale = ScaleRows.of(c, u, rows, got)
+        self._scale.append(scale)
+        self._keep("G6 row scale", scale.ratio(SCALE_ROW_SIGMAS).view_as(rms), rows, got, c.out, error=error)
+
+    def results(self) -> list[GateResult]:
+        """All gates, the pooled ones included."""
+        results = list(self._worst.values())
+        rms = torch.cat(self._rms) if self._rms else torch.empty(0)
+        if len(rms) >= FEWEST_ROWS_FOR_MEDIAN:
+            median, freedom = rms.median(), torch.cat(self._freedom).median() * self._groups
+            limit = float(chi_limit(freedom).clamp(min=MEDIAN_RMS_LIMIT))
+            text = f"median {float(median):.3f} of {len(rms)} rows, limit {limit:.3f}"
+            results.append(GateResult(gate="G5 median rms", ratio=float(median) / limit, text=text))
+        results += pooled_scale(self._scale, self._contract)
+        return results
+
+    def _keep(
+        self, gate: str, ratio: Tensor, rows: Rows, got: Tensor, expected: Tensor, error: Tensor | None = None
+    ) -> None:
+        """Remember the largest ratio with its place; a gate of whole rows points at the row's worst element."""
+        flat = torch.nan_to_num(ratio, nan=math.inf, posinf=math.inf).flatten()
+        if not len(flat):
+            return
+        at = int(flat.argmax())
+        worst = float(flat[at])
+        if gate in self._worst and self._worst[gate].ratio >= worst:
+            return
+        index = [int(i) for i in torch.unravel_index(torch.tensor(at), ratio.shape)]
+        if error is not None:
+            index.append(int(error[index[0], index[1]].abs().argmax()))
+        position = int(rows.positions[index[0]])
+        where = Location(
+            request=rows.request,
+            token=int(rows.tokens[index[0]]),
+            position=position,
+            head=int(rows.heads[index[1]]),
+            dim=index[2] if len(index) > 2 else None,
+            slot=None if rows.slots is None else int(rows.slots[position]),
+            got=float(got[tuple(index)]),
+            expected=float(expected[tuple(index)]),
+        )
+        self._worst[gate] = GateResult(gate=gate, ratio=worst, where=where)
+
+
+def judge(
+    out: Tensor, lse: Tensor, blocks: Iterable[Rows], *, contract: Contract, family: str
+) -> tuple[list[GateResult], int]:
+    """Hold a kernel's answer against the oracle's rows; return the gates and how many rows were judged.
+
+    Args:
+        out: ``[T, H, Dv]``.
+        lse: ``[T, H]``, natural log.
+        blocks: The rows, in float64.
+        contract: What the kernel promised.
+        family: Of the case.
+    """
+    tally = Tally(contract, family)
+    for rows in blocks:
+        tally.add(rows, out, lse)
+    return tally.results(), tally.rows_judged

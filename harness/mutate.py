@@ -1,0 +1,312 @@
+"""Does the judge judge? Runs planted faults, which it must find, and correct variants, which it must not reject."""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from . import operations
+from .case import Case
+from .faults import Fault, NotApplicable, Variant, load, not_applicable
+from .kernels import wrap_function
+from .operation import Operation
+from .record import Record, Verdict
+from .runner import run_case
+
+NOT_JUDGED = frozenset({Verdict.UNSUPPORTED, Verdict.INVALID_CASE})
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A fault or variant on one case; ``gate`` decided or came nearest, ``ratio`` is its worst value over its limit."""
+
+    case_id: str
+    family: str
+    dtype: str
+    verdict: Verdict
+    gate: str
+    ratio: float
+    text: str
+    seconds: float
+
+    @classmethod
+    def of(cls, record: Record) -> "Outcome":
+        """What the matrix keeps of a record."""
+        worst = record.worst
+        return cls(
+            case_id=record.case["id"],
+            family=record.case["family"],
+            dtype=record.case["dtype"],
+            verdict=record.verdict,
+            gate="" if worst is None else worst.gate,
+            ratio=0.0 if worst is None else worst.ratio,
+            text=record.text,
+            seconds=record.seconds,
+        )
+
+    @property
+    def reason(self) -> str:
+        """Number of the gate that decided, or the verdict where none did."""
+        return self.gate.split()[0] if self.gate and self.ratio > 1 else self.verdict.value
+
+
+class Status(StrEnum):
+    """What became of a fault, the worst first."""
+
+    SURVIVED = "survived"
+    WRONG_REASON = "wrong reason"
+    NOT_JUDGED = "not judged"
+    KILLED = "killed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultResult:
+    """A fault on the cases; ``sound`` are those on which no correct variant was rejected: no other one proves a kill."""
+
+    fault: Fault
+    outcomes: tuple[Outcome, ...]
+    sound: frozenset[str]
+
+    @property
+    def judged(self) -> list[Outcome]:
+        """Outcomes that say anything about the fault."""
+        return [one for one in self.outcomes if one.verdict not in NOT_JUDGED and one.case_id in self.sound]
+
+    @property
+    def kills(self) -> list[Outcome]:
+        """Outcomes with an expected verdict."""
+        return [one for one in self.judged if one.verdict in self.fault.expects]
+
+    @property
+    def status(self) -> Status:
+        """Killed for the right reason somewhere, or how it got away."""
+        if self.kills:
+            return Status.KILLED
+        if not self.judged:
+            return Status.NOT_JUDGED
+        found = any(one.verdict is not Verdict.PASS for one in self.judged)
+        return Status.WRONG_REASON if found else Status.SURVIVED
+
+    @property
+    def nearest(self) -> Outcome | None:
+        """The judged outcome with the largest ratio."""
+        return max(self.judged, key=lambda one: one.ratio, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VariantResult:
+    """A correct variant on the cases."""
+
+    variant: Variant
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def judged(self) -> list[Outcome]:
+        """Outcomes that say anything about the variant."""
+        return [one for one in self.outcomes if one.verdict not in NOT_JUDGED]
+
+    @property
+    def rejections(self) -> list[Outcome]:
+        """Outcomes that blame a correct kernel."""
+        return [one for one in self.judged if one.verdict is not Verdict.PASS]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KillMatrix:
+    """Every fault and every variant of an operation against the cases."""
+
+    op: str
+    faults: tuple[FaultResult, ...]
+    variants: tuple[VariantResult, ...]
+    not_applicable: tuple[NotApplicable, ...]
+    cases: int
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether every fault that can be judged here was killed for its reason, and every variant passed."""
+        faults = all(result.status in (Status.KILLED, Status.NOT_JUDGED) for result in self.faults)
+        variants = all(result.judged and not result.rejections for result in self.variants)
+        return faults and variants and any(result.status is Status.KILLED for result in self.faults)
+
+
+def kill_matrix(
+    op: str,
+    cases: list[Case],
+    device: torch.device,
+    *,
+    stop_when_killed: bool = False,
+    progress: Progress | None = None,
+) -> KillMatrix:
+    """Judge every fault and every variant of an operation.
+
+    Variants run first: a case on which one of them is rejected proves nothing about a fault.
+
+    Args:
+        op: Name of the operation.
+        cases: Its cases, in any order; the cheap ones run first.
+        device: Where to run.
+        stop_when_killed: Whether a fault's run ends with its first kill for the right reason.
+        progress: Called with judgements done, judgements planned and the name of the kernel, before each kernel.
+
+    Raises:
+        ValueError: If there is no case of the operation.
+    """
+    operation, (faults, variants) = operations.load(op), load(op)
+    mine = cheapest_first([case for case in cases if case.op == op])
+    if not mine:
+        raise ValueError(f"cases must hold at least one of {op}, got none among {len(cases)}")
+    start, total, done = time.perf_counter(), (len(faults) + len(variants)) * len(mine), 0
+
+    def announce(name: str) -> None:
+        if progress is not None:
+            progress(done * len(mine), total, name)
+
+    passed = []
+    for one in variants:
+        announce(one.name)
+        own = [case for case in mine if one.dtype in (None, case.dtype)]
+        passed.append(VariantResult(variant=one, outcomes=tuple(_outcomes(operation, one, own, device))))
+        done += 1
+    rejected = {outcome.case_id for result in passed for outcome in result.rejections}
+    sound = frozenset(case.id for case in mine) - rejected
+    found = []
+    for fault in faults:
+        announce(fault.name)
+        outcomes = _fault_outcomes(operation, fault, mine, device, sound, stop_when_killed=stop_when_killed)
+        found.append(FaultResult(fault=fault, outcomes=tuple(outcomes), sound=sound))
+        done += 1
+    announce("")
+    return KillMatrix(
+        op=op,
+        faults=tuple(found),
+        variants=tuple(passed),
+        not_applicable=not_applicable(op),
+        cases=len(mine),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def cheapest_first(cases: list[Case]) -> list[Case]:
+    """Families by the work of their cases, and cases within a family alike; the plan's order breaks ties."""
+    work = {
+        case.id: math.prod(sum(value) for value in case.sizes.values() if isinstance(value, list)) for case in cases
+    }
+    of_family: Counter[str] = Counter()
+    for case in cases:
+        of_family[case.family] += work[case.id]
+    return sorted(cases, key=lambda case: (of_family[case.family], case.family, work[case.id]))
+
+
+def _fault_outcomes(
+    operation: Operation,
+    fault: Fault,
+    cases: list[Case],
+    device: torch.device,
+    sound: frozenset[str],
+    *,
+    stop_when_killed: bool,
+) -> list[Outcome]:
+    if fault.device_only and device.type == "cpu":
+        return []
+    outcomes: list[Outcome] = []
+    for outcome in _outcomes(operation, fault, cases, device):
+        outcomes.append(outcome)
+        if stop_when_killed and outcome.case_id in sound and outcome.verdict in fault.expects:
+            break
+    return outcomes
+
+
+def _outcomes(
+    operation: Operation, entry: Fault | Variant, cases: list[Case], device: torch.device
+) -> Iterable[Outcome]:
+    """One outcome a case, made when it is asked for."""
+    kernel = wrap_function(entry.function, operation)
+    return (Outcome.of(run_case(operation, kernel, case, device)) for case in cases)
+
+
+def render(matrix: KillMatrix) -> RenderableType:
+    """What got away first, then every fault by family with the gates that found it, the variants, the rows left out."""
+    tables = [_escaped_table(matrix), _fault_table(matrix), _variant_table(matrix)]
+    if matrix.not_applicable:
+        tables.append(_left_out_table(matrix))
+    counts = Counter(result.status for result in matrix.faults)
+    statuses = ", ".join(f"{counts[status]} {status.value}" for status in Status if counts[status])
+    rejected = sum(bool(result.rejections) for result in matrix.variants)
+    summary = (
+        f"{matrix.op}: {len(matrix.faults)} faults ({statuses}), {len(matrix.variants)} variants ({rejected} rejected), "
+        f"{matrix.cases} cases, {matrix.seconds:.0f} s"
+    )
+    return Group(*(table for table in tables if table.row_count), Text(summary, style="bold"))
+
+
+def _escaped_table(matrix: KillMatrix) -> Table:
+    table = _table(f"{matrix.op}: faults that got away", "fault", "status", "rows", "expected", "seen", "nearest gate")
+    escaped = [result for result in matrix.faults if result.status is not Status.KILLED]
+    for result in sorted(escaped, key=lambda result: list(Status).index(result.status)):
+        seen = Counter(one.verdict for one in result.judged)
+        nearest = result.nearest
+        table.add_row(
+            result.fault.name,
+            Text(result.status.value, style="yellow" if result.status is Status.NOT_JUDGED else "bold red"),
+            ", ".join(result.fault.rows),
+            ", ".join(sorted(result.fault.expects)),
+            ", ".join(f"{verdict} {count}" for verdict, count in seen.most_common()),
+            "" if nearest is None else f"{nearest.gate} {nearest.ratio:.3g} x, {nearest.family} {nearest.dtype}",
+        )
+    return table
+
+
+def _fault_table(matrix: KillMatrix) -> Table:
+    """Kills of judged cases per family, and the gates or verdicts that decided."""
+    families = sorted({one.family for result in matrix.faults for one in result.outcomes})
+    table = _table(f"{matrix.op}: kills of cases, and by what", "fault", "rows", *families, "dtypes")
+    order = list(Status)
+    for result in sorted(matrix.faults, key=lambda result: order.index(result.status)):
+        cells = []
+        for family in families:
+            judged = sum(one.family == family for one in result.judged)
+            kills = [one for one in result.kills if one.family == family]
+            reasons = " ".join(sorted({one.reason for one in kills}))
+            cells.append(f"{len(kills)}/{judged} {reasons}".strip() if judged else "")
+        dtypes = sorted({one.dtype for one in result.kills})
+        name = Text(result.fault.name, style="" if result.status is Status.KILLED else "bold red")
+        table.add_row(name, " ".join(result.fault.rows), *cells, " ".join(dtypes))
+    return table
+
+
+def _variant_table(matrix: KillMatrix) -> Table:
+    table = _table(f"{matrix.op}: correct variants", "variant", "passed", "rejected", "not judged", "nearest gate")
+    for result in sorted(matrix.variants, key=lambda result: -len(result.rejections)):
+        nearest = max(result.judged, key=lambda one: one.ratio, default=None)
+        rejected = len(result.rejections)
+        table.add_row(
+            Text(result.variant.name, style="bold red" if rejected else ""),
+            str(len(result.judged) - rejected),
+            str(rejected),
+            str(len(result.outcomes) - len(result.judged)),
+            "" if nearest is None else f"{nearest.gate} {nearest.ratio:.3g} x, {nearest.family} {nearest.dtype}",
+        )
+    return table
+
+
+def _left_out_table(matrix: KillMatrix) -> Table:
+    table = _table(f"{matrix.op}: rows of the catalogue that are not planted", "row", "reason")
+    for left_out in matrix.not_applicable:
+        table.add_row(left_out.row, left_out.reason)
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table

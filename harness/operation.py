@@ -1,0 +1,124 @@
+"""What the judge knows of an operation: its oracle, its kernels, its inputs, its cases."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .case import Case
+from .contract import Contract
+from .poison import Ledger
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Some output rows of one request with all that their softmax depends on, in float64.
+
+    Attributes:
+        request: Index in the batch.
+        tokens: ``[n]``, row of ``out`` of each query.
+        positions: ``[n]``, position of each query among the tokens of its request.
+        heads: ``[h]``, query heads.
+        q: ``[n, h, Dq]``.
+        k: ``[S, h, Dq]``.
+        v: ``[S, h, Dv]``.
+        last_key: ``[n]``, last visible key of each query, -1 for none.
+        softmax_scale: Factor on the logits.
+        projected_dims: Leading key dimensions that come out of a projection inside the kernel; 0 for none.
+        projection_depth: Length of the inner products of that projection.
+        k_terms: ``[S, h, projected_dims]``, root of the summed squares of each inner product's terms: what its
+            float32 sum is accurate against. None without a projection.
+        v_terms: ``[S, h, Dv]``, the same for the values.
+        split_ends: End of each stretch of keys whose result a kernel of this operation may store before merging.
+        slots: ``[S]``, physical slot of each key; None without indirection.
+    """
+
+    request: int
+    tokens: Tensor
+    positions: Tensor
+    heads: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    last_key: Tensor
+    softmax_scale: float
+    projected_dims: int = 0
+    projection_depth: int = 0
+    k_terms: Tensor | None = None
+    v_terms: Tensor | None = None
+    split_ends: tuple[int, ...] = ()
+    slots: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """Shape of the answer: ``[T, H, Dv]``, which rows see no key (``[T]``, bool, CPU), and the owner of each row."""
+
+    num_tokens: int
+    num_heads: int
+    d_v: int
+    empty_rows: Tensor
+    requests: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """The arguments of a kernel by name, and the buffers behind them."""
+
+    arguments: dict[str, Any]
+    ledger: Ledger
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """A candidate. ``bind`` does the host's work once and returns the forward, which the judge may call and capture."""
+
+    name: str
+    contract: Callable[[Case], Contract]
+    bind: Callable[[dict[str, Any]], Callable[[], Any]]
+    unsupported: Callable[[Case, torch.device], str | None] = field(default=lambda case, device: None)
+
+
+class Operation(Protocol):
+    """One operation of the house; implemented by a module in ``harness/operations`` of the same name."""
+
+    name: str
+    arguments: tuple[str, ...]
+    optional_arguments: tuple[str, ...]
+
+    def cases(self, request: "CaseRequest") -> list[Case]:
+        """The cases of a tier."""
+        ...
+
+    def inputs(self, case: Case, device: torch.device) -> Inputs:
+        """The arguments of a kernel, drawn from the seed of the case."""
+        ...
+
+    def outline(self, case: Case) -> Outline:
+        """What the answer must look like."""
+        ...
+
+    def rows(self, case: Case, arguments: dict[str, Any], *, budget: int) -> Iterator[Rows]:
+        """Rows to be judged: all of them, or a stratified sample when there are more than ``budget`` logits."""
+        ...
+
+    def default_contract(self, case: Case) -> Contract:
+        """What a kernel is held to that declares nothing."""
+        ...
+
+    def kernels(self) -> list[Kernel]:
+        """The twins of the house."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseRequest:
+    """What the command line asks of a tier: filters and overrides, all optional but the tier and the seed."""
+
+    tier: str
+    seed: int
+    dtypes: tuple[str, ...]
+    geometry: tuple[int, ...] | None = None
+    heads: int | None = None

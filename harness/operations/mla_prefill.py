@@ -1,0 +1,216 @@
+"""The operation ``mla_prefill``: packed current tokens over a slot-mapped latent history."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...optimized.attention import AttentionShape
+from ...optimized.mla_prefill import MlaShape, mla_prefill, plan_mla_prefill
+from ...reference.mla_prefill import expand_latent, requests
+from ..activations import captured_latents
+from ..case import Case
+from ..contract import Contract, default_contract
+from ..families import latent_values, tokens_of
+from ..operation import CaseRequest, Inputs, Kernel, Outline, Rows
+from ..poison import Ledger
+from ..providers import available_providers, interpreted_tiles_refusal, provider_refusal
+from ..sampling import sample_heads, sample_queries, sample_requests
+from ._mla_prefill_cases import mla_prefill_cases
+
+SIZES = ("num_heads", "kv_lora_rank", "d_nope", "d_rope", "d_v", "softmax_scale")
+
+
+class MlaPrefill:
+    """See ``harness.operation.Operation``; the oracle is ``reference.mla_prefill.mla_prefill``."""
+
+    name = "mla_prefill"
+    arguments = (
+        "q",
+        "kv_c",
+        "k_pe",
+        "kv_b_proj",
+        "softmax_scale",
+        "cu_seqlens",
+        "slot_table",
+        "request_rows",
+        "context_lens",
+        "history_chunk_size",
+    )
+    optional_arguments = ("history_chunk_size",)
+
+    def cases(self, request: CaseRequest) -> list[Case]:
+        """See ``_mla_prefill_cases``."""
+        return mla_prefill_cases(request)
+
+    def inputs(self, case: Case, device: torch.device) -> Inputs:
+        """Values of the family, scattered over permuted slots of a cache that is NaN wherever no token lies."""
+        sizes, ledger = case.sizes, Ledger()
+        generator = torch.Generator().manual_seed(case.seed)
+        query_lens, context_lens = sizes["query_lens"], sizes["context_lens"]
+        tokens = tokens_of(query_lens, context_lens, causal=True, generator=generator)
+        if case.family == "captured":
+            values = captured_latents(sizes["captured"], query_lens, context_lens)
+        else:
+            values = latent_values(case.family, tokens, generator=generator, **{name: sizes[name] for name in SIZES})
+        q, kv_c, k_pe, kv_b_proj = (tensor.to(getattr(torch, case.dtype)) for tensor in values)
+        slots, slot_table, rows = _layout(context_lens, generator)
+
+        num_slots = len(slots) + len(slots) // 4 + 2
+        arguments: dict[str, Any] = {
+            "q": ledger.guarded("q", q, device),
+            "kv_b_proj": ledger.guarded("kv_b_proj", kv_b_proj, device),
+            "softmax_scale": sizes["softmax_scale"],
+            "history_chunk_size": sizes["history_chunk_size"],
+        }
+        arguments |= _caches(ledger, kv_c, k_pe, slots, num_slots, bundled=sizes["layout"] == "bundled", device=device)
+        ends = torch.tensor([0, *np.cumsum(query_lens).tolist()], dtype=torch.int32)
+        integers = {"cu_seqlens": ends, "slot_table": slot_table, "request_rows": rows}
+        integers["context_lens"] = torch.tensor(context_lens, dtype=torch.int32)
+        arguments |= {name: ledger.guarded(name, tensor, device) for name, tensor in integers.items()}
+        return Inputs(arguments=arguments, ledger=ledger)
+
+    def outline(self, case: Case) -> Outline:
+        """Every query sees at least itself."""
+        query_lens = case.sizes["query_lens"]
+        return Outline(
+            num_tokens=sum(query_lens),
+            num_heads=case.sizes["num_heads"],
+            d_v=case.sizes["d_v"],
+            empty_rows=torch.zeros(sum(query_lens), dtype=torch.bool),
+            requests=torch.repeat_interleave(torch.arange(len(query_lens)), torch.tensor(query_lens)),
+        )
+
+    def rows(self, case: Case, arguments: dict[str, Any], *, budget: int) -> Iterator[Rows]:
+        """The oracle's own steps (slots, expansion) for the sampled queries and heads of the sampled requests."""
+        sizes, rng = case.sizes, np.random.default_rng(case.seed)
+        costs = [n * c * sizes["num_heads"] for n, c in zip(sizes["query_lens"], sizes["context_lens"], strict=True)]
+        everything, chunk = sum(costs) <= budget, sizes["history_chunk_size"]
+        names = ("cu_seqlens", "slot_table", "request_rows", "context_lens")
+        parts = requests(*(arguments[name].cpu() for name in names))
+        w_uk, w_uv = arguments["kv_b_proj"].double().split([sizes["d_nope"], sizes["d_v"]], dim=1)
+        device = arguments["q"].device
+        for request in sample_requests(costs, budget=budget, rng=rng):
+            queries, slots, last_key = parts[request]
+            history = len(slots) - len(last_key)
+            heads = sample_heads(sizes["num_heads"], everything=everything, rng=rng)
+            chosen = sample_queries(len(last_key), first_position=history, chunk=chunk, everything=everything, rng=rng)
+            kv_c, k_pe = (arguments[name][slots.to(device)].double() for name in ("kv_c", "k_pe"))
+            k, v = expand_latent(kv_c, k_pe, w_uk[heads], w_uv[heads])
+            k_terms, v_terms = expand_latent(kv_c.square(), k_pe[:, :0], w_uk[heads].square(), w_uv[heads].square())
+            yield Rows(
+                request=request,
+                tokens=queries.start + chosen,
+                positions=last_key[chosen],
+                heads=heads,
+                q=arguments["q"][queries][chosen][:, heads].double(),
+                k=k,
+                v=v,
+                last_key=last_key[chosen].to(device),
+                softmax_scale=sizes["softmax_scale"],
+                projected_dims=sizes["d_nope"],
+                projection_depth=sizes["kv_lora_rank"],
+                k_terms=k_terms.sqrt(),
+                v_terms=v_terms.sqrt(),
+                split_ends=(*range(chunk, history, chunk), *([history] if history else []), len(slots)),
+                slots=slots,
+            )
+
+    def default_contract(self, case: Case) -> Contract:
+        """Keys and values are projected inside, and a request with history is merged."""
+        return default_contract(case.dtype, projected=True, splits=True)
+
+    def kernels(self) -> list[Kernel]:
+        """The chunked twin with each provider that this machine can import."""
+        return [_kernel(provider) for provider in available_providers()]
+
+
+def _layout(context_lens: list[int], generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Slots of the packed tokens, the slot table and the row of each request.
+
+    Slots are a random permutation that leaves out the first slot, the last one and a fifth of the others; rows are
+    permuted among more rows than there are requests, so that no row is its batch index by habit.
+    """
+    total, count = sum(context_lens), len(context_lens)
+    slots = torch.randperm(total + total // 4, generator=generator)[:total] + 1
+    rows = torch.randperm(count + 2, generator=generator)[:count].int()
+    table = torch.full((count + 2, max(context_lens) + 3), -1, dtype=torch.int32)
+    for row, part in zip(rows.tolist(), slots.split(context_lens), strict=True):
+        table[row, : len(part)] = part.int()
+    return slots, table, rows
+
+
+def _caches(
+    ledger: Ledger, kv_c: Tensor, k_pe: Tensor, slots: Tensor, num_slots: int, *, bundled: bool, device: torch.device
+) -> dict[str, Tensor]:
+    """The caches: two of their own, or the columns of one row ``[latent | rope]`` as serving engines keep it."""
+    rank, width = kv_c.shape[1], kv_c.shape[1] + k_pe.shape[1]
+    caches = {"kv_c": kv_c.new_full((num_slots, rank), torch.nan)}
+    caches["k_pe"] = k_pe.new_full((num_slots, width - rank), torch.nan)
+    caches["kv_c"][slots], caches["k_pe"][slots] = kv_c, k_pe
+    if not bundled:
+        return {name: ledger.guarded(name, cache, device) for name, cache in caches.items()}
+    cache = ledger.guarded("cache", torch.cat([caches["kv_c"], caches["k_pe"]], dim=1), device)
+    return {"kv_c": cache[:, :rank], "k_pe": cache[:, rank:]}
+
+
+def _kernel(provider: str) -> Kernel:
+    def contract(case: Case) -> Contract:
+        return default_contract(case.dtype, projected=True, splits=True).promising(capturable=True)
+
+    def bind(arguments: dict[str, Any]) -> Callable[[], Any]:
+        q, kv_c, k_pe, kv_b_proj = (arguments[name] for name in ("q", "kv_c", "k_pe", "kv_b_proj"))
+        d_nope = q.shape[2] - k_pe.shape[1]
+        shape = MlaShape(
+            num_heads=q.shape[1],
+            kv_lora_rank=kv_c.shape[1],
+            d_nope=d_nope,
+            d_rope=k_pe.shape[1],
+            d_v=kv_b_proj.shape[1] - d_nope,
+        )
+        names = ("cu_seqlens", "slot_table", "request_rows", "context_lens")
+        plan = plan_mla_prefill(
+            *(arguments[name] for name in names),
+            shape=shape,
+            dtype=q.dtype,
+            num_slots=len(kv_c),
+            history_chunk_size=arguments["history_chunk_size"],
+            provider=provider,
+        )
+        return lambda: mla_prefill(q, kv_c, k_pe, kv_b_proj, softmax_scale=arguments["softmax_scale"], plan=plan)
+
+    def unsupported(case: Case, device: torch.device) -> str | None:
+        sizes = case.sizes
+        shape = AttentionShape(
+            device=device,
+            dtype=getattr(torch, case.dtype),
+            num_heads=sizes["num_heads"],
+            num_kv_heads=sizes["num_heads"],
+            head_dim_qk=sizes["d_nope"] + sizes["d_rope"],
+            head_dim_v=sizes["d_v"],
+        )
+        query_lens, context_lens, chunk = sizes["query_lens"], sizes["context_lens"], sizes["history_chunk_size"]
+        refused = provider_refusal(provider, shape, causal=True, query_lens=query_lens, key_lens=query_lens)
+        if refused is None and context_lens != query_lens:
+            passes = [min(chunk, max(context_lens))]
+            refused = provider_refusal(provider, shape, causal=False, query_lens=query_lens[:1], key_lens=passes)
+        if refused is not None:
+            return refused
+        # the passes over the history, one after the other, are as many key tiles as its chunks need
+        keys = [size for n, c in zip(query_lens, context_lens, strict=True) for size in _passes(n, c, chunk)]
+        return interpreted_tiles_refusal(
+            provider, device, heads=sizes["num_heads"], query_lens=query_lens, key_lens=keys
+        )
+
+    return Kernel(name=f"mla_prefill[{provider}]", contract=contract, bind=bind, unsupported=unsupported)
+
+
+def _passes(queries: int, context: int, chunk: int) -> list[int]:
+    """Keys of each pass of one request: its current tokens, then its history in chunks."""
+    history = context - queries
+    return [queries, *(min(chunk, history - at) for at in range(0, history, chunk))]
+
+
+OPERATION = MlaPrefill()

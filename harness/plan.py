@@ -1,0 +1,80 @@
+"""From command-line options to a frozen list of cases."""
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .case import Case, plan_digest
+from .operation import CaseRequest, Operation
+
+TIERS = ("smoke", "full")
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Which cases of a tier are wanted; None everywhere means all."""
+
+    case_id: str | None = None
+    family: str | None = None
+    shapes: Path | None = None
+
+
+class UsageError(ValueError):
+    """Options that cannot be served; the command line exits with 2."""
+
+
+def plan_cases(operations: list[Operation], request: CaseRequest, selection: Selection) -> list[Case]:
+    """Draw the cases of all operations, add those of a shapes file, keep the selected ones.
+
+    Raises:
+        UsageError: If nothing is left, or the shapes file is not understood.
+    """
+    cases = []
+    for operation in operations:
+        cases += _shape_cases(operation, request, selection.shapes) if selection.shapes else operation.cases(request)
+    if selection.family is not None:
+        known = sorted({case.family for case in cases})
+        cases = [case for case in cases if case.family == selection.family]
+        if not cases:
+            raise UsageError(f"--family must be one of {', '.join(known)}, got {selection.family!r}")
+    if selection.case_id is not None:
+        cases = [case for case in cases if case.id.endswith(selection.case_id)]
+        if not cases:
+            plan = f"tier {request.tier} and seed {request.seed}"
+            raise UsageError(f"--case must be the id of a case of {plan}, got {selection.case_id!r}")
+    if not cases:
+        raise UsageError("--dtype and --shapes must leave at least one case")
+    return cases
+
+
+def describe(cases: list[Case]) -> str:
+    """Count and digest of the frozen plan."""
+    return f"{len(cases)} cases, plan {plan_digest(cases)}"
+
+
+def _shape_cases(operation: Operation, request: CaseRequest, path: Path) -> list[Case]:
+    """The cases of a TOML file: one table ``[[case]]`` each, with ``op``, ``family`` and the sizes of the operation."""
+    if not path.is_file():
+        raise UsageError(f"--shapes must be a TOML file, got {path}")
+    with path.open("rb") as stream:
+        try:
+            content = tomllib.load(stream)
+        except tomllib.TOMLDecodeError as error:
+            raise UsageError(f"--shapes must be valid TOML, got {path}: {error}") from error
+    tables = [table for table in content.get("case", []) if table.get("op") == operation.name]
+    return [_shape_case(operation, request, table, dtype) for table in tables for dtype in request.dtypes]
+
+
+def _shape_case(operation: Operation, request: CaseRequest, table: dict[str, Any], dtype: str) -> Case:
+    template = operation.cases(CaseRequest(tier="smoke", seed=0, dtypes=(dtype,)))[0].sizes
+    sizes = {name: value for name, value in table.items() if name not in ("op", "family")}
+    unknown, missing = sorted(set(sizes) - set(template)), sorted(set(template) - set(sizes))
+    if unknown or missing:
+        raise UsageError(
+            f"a case of {operation.name} must have the sizes {', '.join(sorted(template))}; "
+            f"missing {', '.join(missing) or 'none'}, unknown {', '.join(unknown) or 'none'}"
+        )
+    family = table.get("family", "diffuse")
+    return Case(op=operation.name, family=family, dtype=dtype, seed=request.seed, sizes=sizes)

@@ -1,0 +1,79 @@
+"""G7: changed contents change the answer; a side stream and a replayed graph give the bits of a plain call."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .contract import Contract
+from .poison import same_bits
+from .record import GateResult
+
+
+def replay_gates(
+    run: Callable[[], Any], arguments: dict[str, Any], contract: Contract, first: tuple[Tensor, Tensor]
+) -> list[GateResult]:
+    """Run again on other contents at the same addresses; on a GPU, on a side stream and through a graph, too.
+
+    Args:
+        run: The bound forward of a kernel.
+        arguments: Its inputs, whose floating contents are changed in place: lengths and slots are the host's plan.
+        contract: What it promised; bits are compared only if it is deterministic.
+        first: Its answer to the unchanged inputs.
+    """
+    gates = []
+    device = first[0].device
+    if device.type == "cuda" and contract.deterministic:
+        gates.append(_side_stream(run, first, device))
+        if contract.capturable:
+            gates.append(_graph(run, arguments, device))
+    _change_contents(arguments)
+    changed, _ = run()
+    stale = same_bits(changed, first[0])
+    text = "the answer stayed the same when the inputs changed" if stale else ""
+    return [*gates, GateResult(gate="G7 changed contents", ratio=float("inf") if stale else 0.0, text=text)]
+
+
+def _side_stream(run: Callable[[], Any], first: tuple[Tensor, Tensor], device: torch.device) -> GateResult:
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        aside = _copy(run())
+    torch.cuda.current_stream(device).wait_stream(stream)
+    torch.cuda.synchronize(device)
+    return _gate("G7 side stream", first, aside)
+
+
+def _graph(run: Callable[[], Any], arguments: dict[str, Any], device: torch.device) -> GateResult:
+    """Capture, change the contents, replay: a kernel that read anything at capture time gives old values."""
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run()
+    except RuntimeError as error:
+        torch.cuda.synchronize(device)
+        text = f"declared capturable, but the capture failed: {error}"
+        return GateResult(gate="G7 graph capture", ratio=float("inf"), text=text)
+    _change_contents(arguments)
+    graph.replay()
+    replayed = _copy(captured)
+    return _gate("G7 graph replay", _copy(run()), replayed)
+
+
+def _change_contents(arguments: dict[str, Any]) -> None:
+    """Other values at the same addresses; NaN stays where no token lies."""
+    for value in arguments.values():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            value.mul_(-0.5)
+
+
+def _copy(answer: Any) -> tuple[Tensor, Tensor]:
+    out, lse = answer
+    return out.clone(), lse.clone()
+
+
+def _gate(name: str, expected: tuple[Tensor, Tensor], got: tuple[Tensor, Tensor]) -> GateResult:
+    same = all(same_bits(a, b) for a, b in zip(expected, got, strict=True))
+    text = "" if same else f"{name}: bits differ from a plain call"
+    return GateResult(gate=name, ratio=0.0 if same else float("inf"), text=text)

@@ -1,0 +1,136 @@
+"""G6: the scale of the output, row by row and pooled over heads, requests, positions and last tiles.
+
+``alpha = <got, o> / <o, o> - 1`` measures a wrong denominator: noise averages out of it, a bias does not.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .companions import Companions
+from .contract import Contract
+from .operation import Rows
+from .record import GateResult, Location
+
+if TYPE_CHECKING:
+    from .gates import Roundoffs
+
+POOLED_SIGMAS = 6.0
+LAST_TILE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleRows:
+    """One entry per row with a key and a nonzero output, all ``[rows]``.
+
+    Attributes:
+        alpha: Relative error of scale; 0 in rows left out.
+        independent: Its variance from errors that other rows do not share.
+        shared: Its variance from rounded keys and values, which all rows of a request and head share.
+        drift: What the float32 sums may add, the same sign in every row.
+        used: Rows that count.
+        labels: Stratum of each row, by kind.
+        tokens: Packed token of each row.
+    """
+
+    alpha: Tensor
+    independent: Tensor
+    shared: Tensor
+    drift: Tensor
+    used: Tensor
+    labels: dict[str, Tensor]
+    tokens: Tensor
+
+    @classmethod
+    def of(cls, c: Companions, u: "Roundoffs", rows: Rows, got: Tensor) -> "ScaleRows":
+        """The statistics of one block."""
+        norm = c.out.square().sum(-1)
+        used = (c.visible > 0) & (norm > 0)
+        alpha = torch.where(used, (got * c.out).sum(-1) / norm.clamp(min=1e-300) - 1, 0.0)
+        independent = (u.p**2 + u.ex2**2) * c.scale_p + u.out**2 * c.scale_out + u.split**2 * c.scale_split
+        independent = independent + u.from_p**2 / c.n_eff + u.pv_acc**2 * c.scale_sum
+        merge = (u.merge * (1 + torch.where(used, c.lse.abs(), 0.0))) ** 2 * c.scale_merge
+        independent = independent / 3 + u.qk_acc**2 * c.scale_fp32 + merge
+        shared = u.projected**2 * (c.scale_value + c.scale_key)
+        shared = (shared + u.projection**2 * (c.scale_value_terms + c.scale_key_terms)) / 3
+        heads, count = rows.heads.to(alpha.device), len(rows.tokens)
+        last = rows.positions.max() - rows.positions < LAST_TILE
+        labels = {
+            "head": heads.expand(count, -1),
+            "request": torch.full_like(alpha, rows.request, dtype=torch.long),
+            "position": torch.log2(c.visible.clamp(min=1.0)).long(),
+            "last tile": last.to(alpha.device)[:, None].expand_as(alpha).long(),
+        }
+        return cls(
+            alpha=alpha.flatten(),
+            independent=independent.flatten(),
+            shared=shared.flatten(),
+            drift=(c.visible.sqrt() * u.pv_acc).flatten(),
+            used=used.flatten(),
+            labels={name: label.flatten() for name, label in labels.items()},
+            tokens=rows.tokens.to(alpha.device)[:, None].expand_as(alpha).flatten(),
+        )
+
+    def ratio(self, sigmas: float) -> Tensor:
+        """``|alpha|`` of each row over its limit."""
+        limit = sigmas * (self.independent + self.shared).sqrt() + 4 * self.drift
+        return torch.where(self.used, self.alpha.abs() / limit.clamp(min=1e-300), 0.0)
+
+
+def pooled_scale(blocks: list[ScaleRows], contract: Contract) -> list[GateResult]:
+    """The inverse-variance mean of ``alpha`` over all rows and over each stratum, against six of its deviations."""
+    if not blocks:
+        return []
+
+    def joined(name: str) -> Tensor:
+        return torch.cat([getattr(block, name) for block in blocks])
+
+    used = joined("used")
+    if not bool(used.any()):
+        return []
+    values = {name: joined(name)[used] for name in ("alpha", "independent", "shared", "drift", "tokens")}
+    labels = {name: torch.cat([block.labels[name] for block in blocks])[used] for name in blocks[0].labels}
+    margin = contract.roundoff("p") / 256
+    worst: dict[str, GateResult] = {}
+    groups = {"all": torch.zeros_like(labels["head"]), **labels}
+    for kind, label in groups.items():
+        for value in label.unique().tolist():
+            member = label == value
+            ratio, mean, limit = _pooled_ratio(values, labels, member, margin)
+            if kind in worst and worst[kind].ratio >= ratio:
+                continue
+            text = f"{kind} {value}: mean scale error {mean:.3g}, limit {limit:.3g}, {int(member.sum())} rows"
+            worst[kind] = GateResult(
+                gate=f"G6 pooled scale by {kind}", ratio=ratio, where=_where(kind, value, values, member), text=text
+            )
+    return list(worst.values())
+
+
+def _pooled_ratio(
+    values: dict[str, Tensor], labels: dict[str, Tensor], member: Tensor, margin: float
+) -> tuple[float, float, float]:
+    """Ratio, mean and limit of one stratum."""
+    alpha, independent, shared = (values[name][member] for name in ("alpha", "independent", "shared"))
+    weight = 1 / (independent + shared).clamp(min=1e-300)
+    weight = weight / weight.sum()
+    # rows of one request and head round the same keys and values: within such a group deviations add up
+    group = labels["request"][member] * (int(labels["head"].max()) + 1) + labels["head"][member]
+    _, group = group.unique(return_inverse=True)
+    grouped = torch.zeros(int(group.max()) + 1, dtype=weight.dtype, device=weight.device)
+    grouped.index_add_(0, group, weight * shared.sqrt())
+    variance = (weight.square() * independent).sum() + grouped.square().sum()
+    drift = (weight * values["drift"][member]).sum()
+    mean = float((weight * alpha).sum())
+    limit = float(POOLED_SIGMAS * variance.sqrt() + 4 * drift) + margin
+    ratio = abs(mean) / limit
+    return (math.inf if math.isnan(ratio) else ratio), mean, limit
+
+
+def _where(kind: str, value: int, values: dict[str, Tensor], member: Tensor) -> Location:
+    """The stratum itself, and in it the row that is furthest off."""
+    alpha = torch.where(member, values["alpha"].abs(), -1.0)
+    token = int(values["tokens"][int(alpha.argmax())])
+    return Location(token=token, head=value if kind == "head" else None, request=value if kind == "request" else None)
