@@ -1,0 +1,1 @@
+"""End-to-end quality: does a swapped kernel hurt a model."""
