@@ -15,13 +15,14 @@ from .companions import Companions, companions
 from .contract import SUBNORMAL, UNIT_ROUNDOFF, Contract
 from .families import EXACT_FAMILIES
 from .operation import Outline, Rows
-from .record import GateResult, Location
+from .record import GateResult, Location, RowErrors
 from .strata import ScaleRows, pooled_scale
 
 ROW_RMS_LIMIT = 1.6
 MEDIAN_RMS_LIMIT = 1.1
 FEWEST_KEYS_FOR_RMS = 4
 FEWEST_ROWS_FOR_MEDIAN = 8
+ROWS_KEPT = 1024
 SCALE_ROW_SIGMAS = 7.0
 LSE_SIGMAS = 4.0
 # chi-square tail, one-sided, in standard normal deviations: 1e-9 per row
@@ -206,6 +207,7 @@ class Tally:
         # rows of one request and head share their keys and values, so only groups are independent
         self._groups = 0
         self._scale: list[ScaleRows] = []
+        self._row_errors: list[dict[str, Tensor]] = []
         self.rows_judged = 0
 
     def add(self, rows: Rows, out: Tensor, lse: Tensor) -> None:
@@ -224,17 +226,19 @@ class Tally:
             self._keep("G3 exact", torch.where(wrong, math.inf, 0.0), rows, got, c.out)
         v_max = float(rows.v.abs().max()) if rows.v.numel() else 0.0
         envelope = hard_envelope(c, u, self._contract, d_qk, v_max)
-        self._keep("G4 envelope", error.abs() / envelope, rows, got, c.out)
+        over_envelope = error.abs() / envelope
+        self._keep("G4 envelope", over_envelope, rows, got, c.out)
 
         seen = c.visible > 0
         lse_error = torch.where(seen, (got_lse - c.lse).abs(), 0.0)
         self._keep("G6 lse", lse_error / lse_limit(c, u, d_qk, len(rows.split_ends)), rows, got_lse, c.lse)
 
+        variances, scale = Variances.of(c, u), ScaleRows.of(c, u, rows, got)
+        rms, freedom = (error.square().sum(-1) / variances.total).sqrt(), variances.freedom(c)
+        self._remember(rows, envelope=over_envelope.amax(-1), rms=rms, alpha=scale.alpha.view_as(rms))
         if self._family in EXACT_FAMILIES:
             # equal rows in every head and request: no statistic applies, and none is needed
             return
-        variances = Variances.of(c, u)
-        rms, freedom = (error.square().sum(-1) / variances.total).sqrt(), variances.freedom(c)
         diffuse = seen & (c.n_eff >= FEWEST_KEYS_FOR_RMS)
         self._rms.append(rms[diffuse])
         self._freedom.append(freedom[diffuse])
@@ -242,7 +246,6 @@ class Tally:
         ratio = torch.where(diffuse, rms / chi_limit(freedom).clamp(min=ROW_RMS_LIMIT), 0.0)
         self._keep("G5 row rms", ratio, rows, got, c.out, error=error)
 
-        scale = ScaleRows.of(c, u, rows, got)
         self._scale.append(scale)
         self._keep("G6 row scale", scale.ratio(SCALE_ROW_SIGMAS).view_as(rms), rows, got, c.out, error=error)
 
@@ -257,6 +260,22 @@ class Tally:
             results.append(GateResult(gate="G5 median rms", ratio=float(median) / limit, text=text))
         results += pooled_scale(self._scale, self._contract)
         return results
+
+    def row_errors(self) -> RowErrors:
+        """The worst rows by G4, at most ``ROWS_KEPT``, for reports."""
+        if not self._row_errors:
+            return RowErrors()
+        columns = {name: torch.cat([part[name] for part in self._row_errors]) for name in self._row_errors[0]}
+        order = columns["envelope"].nan_to_num(nan=math.inf).argsort(descending=True)[:ROWS_KEPT].cpu()
+        return RowErrors(**{name: _short(column.cpu()[order].tolist()) for name, column in columns.items()})
+
+    def _remember(self, rows: Rows, **errors: Tensor) -> None:
+        """Keep the errors of a block, ``[n, h]`` each, beside the place of each row."""
+        shape = errors["rms"].shape
+        places = {"token": rows.tokens[:, None], "head": rows.heads[None, :], "position": rows.positions[:, None]}
+        kept = {name: place.to(errors["rms"].device).expand(shape) for name, place in places.items()}
+        kept |= errors
+        self._row_errors.append({name: column.flatten() for name, column in kept.items()})
 
     def _keep(
         self, gate: str, ratio: Tensor, rows: Rows, got: Tensor, expected: Tensor, error: Tensor | None = None
@@ -286,10 +305,13 @@ class Tally:
         self._worst[gate] = GateResult(gate=gate, ratio=worst, where=where)
 
 
-def judge(
-    out: Tensor, lse: Tensor, blocks: Iterable[Rows], *, contract: Contract, family: str
-) -> tuple[list[GateResult], int]:
-    """Hold a kernel's answer against the oracle's rows; return the gates and how many rows were judged.
+def _short(values: list[float]) -> list[float]:
+    """As many digits as a picture shows; integers as they are."""
+    return [value if isinstance(value, int) else float(f"{value:.4g}") for value in values]
+
+
+def judge(out: Tensor, lse: Tensor, blocks: Iterable[Rows], *, contract: Contract, family: str) -> Tally:
+    """Hold a kernel's answer against the oracle's rows.
 
     Args:
         out: ``[T, H, Dv]``.
@@ -301,4 +323,4 @@ def judge(
     tally = Tally(contract, family)
     for rows in blocks:
         tally.add(rows, out, lse)
-    return tally.results(), tally.rows_judged
+    return tally

@@ -84,6 +84,27 @@ class GateResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowErrors:
+    """Errors of judged rows for the pictures of a report: equally long lists, one entry per (token, head).
+
+    Attributes:
+        token: Row of ``out``.
+        head: Query head.
+        position: Position of the token in its request.
+        envelope: Largest error of the row over its hard envelope (G4).
+        rms: Root mean square of the row over what the contract predicts (G5).
+        alpha: Relative error of the row's scale (G6).
+    """
+
+    token: list[int] = field(default_factory=list)
+    head: list[int] = field(default_factory=list)
+    position: list[int] = field(default_factory=list)
+    envelope: list[float] = field(default_factory=list)
+    rms: list[float] = field(default_factory=list)
+    alpha: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """One kernel on one case: a line of the records file."""
 
@@ -94,6 +115,7 @@ class Record:
     verdict: Verdict
     text: str = ""
     gates: list[GateResult] = field(default_factory=list)
+    rows: RowErrors = field(default_factory=RowErrors)
     rows_judged: int = 0
     seconds: float = 0.0
 
@@ -109,6 +131,7 @@ class Record:
 
 
 def _plain(value: Any) -> Any:
+    """The value with the numbers that JSON lacks as text."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

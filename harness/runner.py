@@ -3,7 +3,7 @@
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from .gates import judge, nonfinite_gates
 from .interpreter import InterpretedBfloat16Error, no_interpreted_bfloat16
 from .operation import Inputs, Kernel, Operation, Outline
 from .poison import SENTINEL, poisoned_allocations, same_bits
-from .record import GateResult, Location, Record, Verdict
+from .record import GateResult, Location, Record, RowErrors, Verdict
 from .replays import replay_gates
 
 # elements [rows, keys, dims] that the oracle answers for in full; above it rows are sampled
@@ -31,6 +31,7 @@ class _Finding:
     text: str = ""
     gates: tuple[GateResult, ...] = ()
     rows_judged: int = 0
+    rows: RowErrors = field(default_factory=RowErrors)
     last: tuple[Tensor, ...] = ()
 
 
@@ -58,6 +59,7 @@ def run_case(operation: Operation, kernel: Kernel, case: Case, device: torch.dev
         text=finding.text,
         gates=list(finding.gates),
         rows_judged=finding.rows_judged,
+        rows=finding.rows,
         seconds=round(time.perf_counter() - start, 4),
     )
 
@@ -103,21 +105,21 @@ def _judge(
     if not all(gate.passed for gate in gates):
         return _Finding(verdict=Verdict.NONFINITE, text=_failed(gates).text, gates=tuple(gates))
     # a kernel that promises no determinism must pass with its last answer as well as with its first
-    rows_judged = 0
     for answer in [first] if contract.deterministic else [first, repeat.last]:
         rows = operation.rows(case, inputs.arguments, budget=ROW_BUDGET[out.device.type] // outline.d_v)
-        numeric, rows_judged = judge(*answer, rows, contract=contract, family=case.family)
-        gates += sorted(numeric, key=lambda gate: gate.gate)
+        tally = judge(*answer, rows, contract=contract, family=case.family)
+        gates += sorted(tally.results(), key=lambda gate: gate.gate)
+    judged: dict[str, Any] = {"rows_judged": tally.rows_judged, "rows": tally.row_errors()}
     if not all(gate.passed for gate in gates):
         worst = _failed(gates)
         text = worst.text or f"{worst.gate}: {worst.ratio:.3g} x its limit"
-        return _Finding(verdict=Verdict.NUMERIC, text=text, gates=tuple(gates), rows_judged=rows_judged)
+        return _Finding(verdict=Verdict.NUMERIC, text=text, gates=tuple(gates), **judged)
     gates += repeat.gates
     if not bool(outline.empty_rows.all()):
         gates += replay_gates(run, inputs.arguments, contract, first)
     failed = [gate for gate in gates if not gate.passed]
     verdict, text = (Verdict.NONDETERMINISTIC, failed[0].text) if failed else (Verdict.PASS, "")
-    return _Finding(verdict=verdict, text=text, gates=tuple(gates), rows_judged=rows_judged)
+    return _Finding(verdict=verdict, text=text, gates=tuple(gates), **judged)
 
 
 def _run_kernel(kernel: Kernel, inputs: Inputs, device: torch.device) -> tuple[Callable[[], Any], Any, Any] | _Finding:
