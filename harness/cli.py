@@ -77,6 +77,10 @@ def check(
     list_cases: Annotated[bool, typer.Option("--list-cases", help="Show the plan and stop.")] = False,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first failure.")] = False,
     max_seconds: Annotated[float | None, typer.Option(min=0, help="Stop starting cases after this long.")] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that a case may take a kernel of yours.")] = 120.0,
+    in_process: Annotated[
+        bool, typer.Option("--in-process", help="Run a kernel of yours here, where a debugger can follow it.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for records.jsonl.")] = None,
 ) -> None:
     """Judge kernels against their oracles.
@@ -103,6 +107,8 @@ def check(
         list_cases=list_cases,
         fail_fast=fail_fast,
         max_seconds=max_seconds,
+        timeout=timeout,
+        in_process=in_process,
         out=out,
     )
     try:

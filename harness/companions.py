@@ -213,7 +213,8 @@ def _value_sums(rows: Rows, head: int, keys: _KeySums, p: Tensor, out: Tensor) -
     v_terms = _terms(rows.v_terms, head, v)
     projected = keys.k[:, : rows.projected_dims]
     key_terms = keys.variance(_terms(rows.k_terms, head, projected))
-    norm = out.square().sum(-1, keepdim=True).clamp(min=torch.finfo(out.dtype).tiny)
+    # its square is a divisor, too, and must not underflow to 0 in a row without keys
+    norm = out.square().sum(-1, keepdim=True).clamp(min=torch.finfo(out.dtype).tiny ** 0.5)
     direction, w = out.square() / norm.square(), (out @ v.T) / norm
     p2 = p.square()
 

@@ -39,6 +39,7 @@ class ExitCode:
     FAILED = 1
     USAGE = 2
     NOTHING_JUDGED = 3
+    SETTINGS_DIFFER = 4
     INCONCLUSIVE = 6
     HARNESS_ERROR = 7
     INTERRUPTED = 130
@@ -106,7 +107,7 @@ class RowErrors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One kernel on one case: a line of the records file."""
+    """One kernel on one case: a line of the records file; ``command`` judges it again, if the caller knows how."""
 
     op: str
     kernel: str
@@ -118,6 +119,7 @@ class Record:
     rows: RowErrors = field(default_factory=RowErrors)
     rows_judged: int = 0
     seconds: float = 0.0
+    command: str = ""
 
     @property
     def worst(self) -> GateResult | None:
@@ -127,7 +129,8 @@ class Record:
 
     def to_json(self) -> str:
         """One line of JSON; infinite and undefined numbers become strings, which every reader accepts."""
-        return json.dumps(_plain(asdict(self)), sort_keys=True, allow_nan=False)
+        # the case keeps every digit: its id is made from them
+        return json.dumps(_plain(asdict(self)) | {"case": self.case}, sort_keys=True, allow_nan=False)
 
 
 def _plain(value: Any) -> Any:

@@ -2,7 +2,10 @@
 
 import platform
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,11 +17,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from . import operations
 from .case import Case, plan_digest
 from .kernels import KernelNotFoundError, find_kernels
-from .operation import CaseRequest, Kernel, Operation
+from .operation import CaseRequest, Operation
 from .plan import DTYPES, TIERS, Selection, UsageError, describe, plan_cases
 from .record import ExitCode, Record, Verdict, open_records
 from .report import case_table, failure_lines, print_run
 from .runner import run_case
+from .worker import isolated
 
 NOT_JUDGED = (Verdict.UNSUPPORTED, Verdict.INVALID_CASE)
 GEOMETRY_SIZES = {"mla_prefill": ("R", "Dn", "Dr", "Dv"), "attention": ("Dq", "Dv")}
@@ -42,6 +46,8 @@ class CheckOptions:
     list_cases: bool = False
     fail_fast: bool = False
     max_seconds: float | None = None
+    timeout: float = 120.0
+    in_process: bool = False
     out: Path | None = None
 
 
@@ -60,9 +66,10 @@ def run_check(options: CheckOptions, console: Console) -> int:
     if options.list_cases:
         console.print(case_table(cases))
         return ExitCode.PASSED
-    work = _work(chosen, cases, options.kernel)
-    with open_records(options.out, _header(options, cases, device)) as writer:
-        records = _judge_all(work, options, device, console, writer.write)
+    with ExitStack() as stack:
+        work = _work(chosen, cases, options, device, stack)
+        with open_records(options.out, _header(options, cases, device)) as writer:
+            records = _judge_all(work, options, console, writer.write)
     print_run(console, records, title=f"assay check, tier {options.tier}")
     left = len(work) - len(records)
     if left:
@@ -128,26 +135,47 @@ def _geometry(text: str, chosen: list[Operation]) -> tuple[int, ...]:
     return sizes
 
 
-def _work(chosen: list[Operation], cases: list[Case], kernel: str | None) -> list[tuple[Operation, Kernel, Case]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """A kernel as the session sees it: a name, and how a case is judged."""
+
+    name: str
+    run_case: Callable[[Case], Record]
+
+
+def _candidates(
+    operation: Operation, options: CheckOptions, device: torch.device, stack: ExitStack
+) -> list[_Candidate]:
+    """Our kernels are run here, a stranger's in a process of its own."""
+    foreign = options.kernel is not None and ":" in options.kernel
+    try:
+        if foreign and not options.in_process:
+            worker = isolated(operation, str(options.kernel), device, timeout=options.timeout)
+            running = stack.enter_context(worker)
+            return [_Candidate(name=running.name, run_case=running.run_case)]
+        kernels = find_kernels(operation, options.kernel)
+    except (KernelNotFoundError, TypeError) as error:
+        raise UsageError(str(error)) from error
+    return [
+        _Candidate(name=kernel.name, run_case=partial(run_case, operation, kernel, device=device)) for kernel in kernels
+    ]
+
+
+def _work(
+    chosen: list[Operation], cases: list[Case], options: CheckOptions, device: torch.device, stack: ExitStack
+) -> list[tuple[_Candidate, Case]]:
     """Every kernel on every case of its operation."""
-    work = []
-    for operation in chosen:
-        try:
-            kernels = find_kernels(operation, kernel)
-        except (KernelNotFoundError, TypeError) as error:
-            raise UsageError(str(error)) from error
-        except Exception as error:
-            raise UsageError(f"--kernel {kernel} cannot be imported: {type(error).__name__}: {error}") from error
-        work += [(operation, candidate, case) for candidate in kernels for case in cases if case.op == operation.name]
-    return work
+    return [
+        (candidate, case)
+        for operation in chosen
+        for candidate in _candidates(operation, options, device, stack)
+        for case in cases
+        if case.op == operation.name
+    ]
 
 
 def _judge_all(
-    work: list[tuple[Operation, Kernel, Case]],
-    options: CheckOptions,
-    device: torch.device,
-    console: Console,
-    write: Any,
+    work: list[tuple[_Candidate, Case]], options: CheckOptions, console: Console, write: Callable[[str], None]
 ) -> list[Record]:
     """Run the list in order, each record written as soon as it is there."""
     records: list[Record] = []
@@ -155,11 +183,11 @@ def _judge_all(
     start = time.monotonic()
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("judging", total=len(work))
-        for operation, kernel, case in work:
+        for candidate, case in work:
             if options.max_seconds is not None and time.monotonic() - start > options.max_seconds:
                 break
-            progress.update(task, description=f"{kernel.name} {case.family} {case.dtype}")
-            record = run_case(operation, kernel, case, device)
+            progress.update(task, description=f"{candidate.name} {case.family} {case.dtype}")
+            record = candidate.run_case(case)
             write(record.to_json())
             records.append(record)
             progress.advance(task)

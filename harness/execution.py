@@ -1,0 +1,170 @@
+"""The kernel's side of a judgement: run it under poison, again, on other contents. No oracle takes part in it."""
+
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import poison
+from .case import Case
+from .contract import PRECISION_OF_DTYPE, Contract
+from .interpreter import InterpretedBfloat16Error, no_interpreted_bfloat16
+from .operation import Inputs, Kernel, Operation, Outline
+from .poison import SENTINEL, Allocations, poisoned_allocations, same_bits
+from .record import GateResult, Location, Verdict
+from .replays import replay_gates
+
+NAMES = ("out", "lse")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """Why a run ended before there was an answer to judge."""
+
+    verdict: Verdict
+    text: str
+    gates: tuple[GateResult, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """What came of running a kernel on a case.
+
+    Attributes:
+        contract: What the kernel promised for the case.
+        first: ``(out, lse)`` of the first call, by value.
+        last: The same of the third.
+        gates: Repeats and replays (G7), in which no oracle takes part.
+    """
+
+    contract: Contract
+    first: tuple[Tensor, Tensor]
+    last: tuple[Tensor, Tensor]
+    gates: tuple[GateResult, ...]
+
+
+def execute(operation: Operation, kernel: Kernel, case: Case, inputs: Inputs, device: torch.device) -> Execution | Stop:
+    """Run ``kernel`` three times and on changed contents; whatever it raises is a ``Stop``.
+
+    Args:
+        operation: Of the case.
+        kernel: The candidate.
+        case: Its inputs as a description.
+        inputs: The inputs themselves; left as they were unless the kernel wrote them.
+        device: Where they lie.
+    """
+    try:
+        with no_interpreted_bfloat16():
+            return _execute(kernel, kernel.contract(case), operation.outline(case), inputs, device)
+    except Exception as error:
+        return _raised(error)
+
+
+def _execute(
+    kernel: Kernel, contract: Contract, outline: Outline, inputs: Inputs, device: torch.device
+) -> Execution | Stop:
+    with poisoned_allocations(float("nan")) as allocations:
+        run = kernel.bind(inputs.arguments)
+        answer = run()
+        _wait(device)
+    stop = _overran(allocations) or _structure(answer, outline, contract, inputs)
+    if stop is not None:
+        return stop
+    # kept by value: a kernel may hand out its own buffer again at the next call
+    first = _copy(answer)
+    with poisoned_allocations(SENTINEL) as allocations:
+        second = _copy(run())
+        _wait(device)
+    stop = _overran(allocations) or _unwritten(first, second)
+    if stop is not None:
+        return stop
+    last = _copy(run())
+    _wait(device)
+    written = inputs.ledger.written(allowed=contract.mutates)
+    if written:
+        return Stop(verdict=Verdict.MUTATED_INPUT, text=f"wrote its input {', '.join(written)}")
+    gates = _repeats(first, second, last) if contract.deterministic else []
+    if not bool(outline.empty_rows.all()):
+        gates += replay_gates(run, inputs.arguments, contract, first)
+        inputs.ledger.restore()
+    return Execution(contract=contract, first=first, last=last, gates=tuple(gates))
+
+
+def _raised(error: Exception) -> Stop:
+    if isinstance(error, InterpretedBfloat16Error | NotImplementedError):
+        return Stop(verdict=Verdict.UNSUPPORTED, text=str(error))
+    if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
+        return Stop(verdict=Verdict.OUT_OF_MEMORY, text=str(error) or "out of memory")
+    return Stop(verdict=Verdict.CRASH, text=describe(error))
+
+
+def describe(error: Exception) -> str:
+    """The error and where it was raised, the judge's own allocation hook aside."""
+    place = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != poison.__file__][-1]
+    return f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+
+
+def _structure(answer: Any, outline: Outline, contract: Contract, inputs: Inputs) -> Stop | None:
+    """G0: whether the answer is two tensors of the promised shape, dtype, device and ownership."""
+    if not (isinstance(answer, tuple) and len(answer) == 2):
+        return Stop(verdict=Verdict.STRUCTURE, text=f"a kernel must return (out, lse), got {type(answer).__name__}")
+    shapes = ((outline.num_tokens, outline.num_heads, outline.d_v), (outline.num_tokens, outline.num_heads))
+    device = inputs.arguments["q"].device
+    owned = {buffer.untyped_storage().data_ptr() for buffer in inputs.ledger.buffers.values()}
+    for name, tensor, shape, precision in zip(NAMES, answer, shapes, (contract.out, contract.lse), strict=True):
+        text = None
+        if type(tensor) is not Tensor:
+            text = f"{name} must be a torch.Tensor, got {type(tensor).__name__}"
+        elif tuple(tensor.shape) != shape:
+            text = f"{name} must have shape {shape}, got {tuple(tensor.shape)}"
+        elif PRECISION_OF_DTYPE.get(str(tensor.dtype).removeprefix("torch.")) != precision:
+            text = f"{name} must have the declared precision {precision}, got {tensor.dtype}"
+        elif tensor.device != device:
+            text = f"{name} must be on {device}, got {tensor.device}"
+        elif tensor.numel() and tensor.untyped_storage().data_ptr() in owned:
+            text = f"{name} must own its memory, got a view of an input"
+        if text is not None:
+            return Stop(verdict=Verdict.STRUCTURE, text=text)
+    return None
+
+
+def _overran(allocations: Allocations) -> Stop | None:
+    """G2: whether a guard band beside the kernel's own memory was written."""
+    if allocations.intact():
+        return None
+    return Stop(verdict=Verdict.WRITE_SCOPE, text="wrote outside the memory that it allocated")
+
+
+def _unwritten(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Stop | None:
+    """G2: elements that hold whatever their memory held before, NaN in one call and the sentinel in the next."""
+    for name, before, after in zip(NAMES, first, second, strict=True):
+        unwritten = before.isnan() & (after == SENTINEL)
+        if bool(unwritten.any()):
+            index = [int(i) for i in unwritten.nonzero()[0]]
+            where = Location(token=index[0], head=index[1], dim=index[2] if len(index) > 2 else None)
+            gate = GateResult(gate=f"G2 {name} written", ratio=float("inf"), where=where)
+            text = f"{int(unwritten.sum())} of {unwritten.numel()} elements of {name} left unwritten"
+            return Stop(verdict=Verdict.WRITE_SCOPE, text=text, gates=(gate,))
+    return None
+
+
+def _repeats(*answers: tuple[Tensor, Tensor]) -> list[GateResult]:
+    """G7: the same bits on NaN-poisoned, sentinel-poisoned and plain memory."""
+    gates = []
+    for name, first, *others in zip(NAMES, *answers, strict=True):
+        same = all(same_bits(first, other) for other in others)
+        text = "" if same else f"{name} differs between equal calls (poisoned memory, then plain)"
+        gates.append(GateResult(gate=f"G7 repeat {name}", ratio=0.0 if same else float("inf"), text=text))
+    return gates
+
+
+def _copy(answer: Any) -> tuple[Tensor, Tensor]:
+    out, lse = answer
+    return out.clone(), lse.clone()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

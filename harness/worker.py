@@ -1,0 +1,227 @@
+"""A kernel in a process of its own: what it breaks there is a verdict, and the run goes on.
+
+The parent and the worker draw the same inputs from the case. The worker runs the kernel and sends back its answer; the
+parent alone consults the oracle. Messages are JSON with tensors as safetensors, never pickle.
+"""
+
+import json
+import os
+import select
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import IO, Any
+
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from . import operations
+from .case import Case
+from .contract import Contract
+from .execution import Execution, Stop, execute
+from .kernels import KernelNotFoundError, find_kernels
+from .operation import Kernel, Operation
+from .record import GateResult, Location, Record, Verdict
+from .runner import NEEDS_DEVICE, Finding, assess, draw_inputs, make_record, refuse
+
+HEADER = struct.Struct("<QQ")
+# an interpreter starts, imports torch and the kernel's module, and maybe opens a device
+START_SECONDS = 120.0
+
+
+class Worker:
+    """Judges one kernel that lives in a child process, which is started anew whenever it dies."""
+
+    def __init__(self, operation: Operation, spec: str, device: torch.device, *, timeout: float) -> None:
+        """Start the child, which imports the kernel; this process never does.
+
+        Args:
+            operation: What the kernel computes.
+            spec: The kernel's name, as ``find_kernels`` takes it.
+            device: Where the child runs it.
+            timeout: Seconds that a case may take in the child.
+
+        Raises:
+            KernelNotFoundError: If the child finds no such kernel, cannot import it, or cannot call it so.
+        """
+        self._operation, self._spec, self._device, self._timeout = operation, spec, device, timeout
+        self._process: subprocess.Popen[bytes] | None = None
+        self.name = self._start()
+
+    def run_case(self, case: Case) -> Record:
+        """Judge one case; a crash, a hang or a lost process is its verdict."""
+        start = time.perf_counter()
+        finding = self._find(case)
+        seconds = time.perf_counter() - start
+        return make_record(self._operation, self.name, case, self._device, finding, seconds=seconds)
+
+    def close(self) -> None:
+        """End the child."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for stream in (self._process.stdin, self._process.stdout):
+                if stream is not None:
+                    stream.close()
+            self._process = None
+
+    def _start(self) -> str:
+        command = [sys.executable, "-m", "assay.harness.worker", self._operation.name, self._spec, str(self._device)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        try:
+            ready, _ = _receive(self._process.stdout, START_SECONDS)
+        except (TimeoutError, EOFError) as error:
+            self.close()
+            raise KernelNotFoundError(
+                f"--kernel {self._spec} must be importable, its process never answered"
+            ) from error
+        if "error" in ready:
+            self.close()
+            raise KernelNotFoundError(ready["error"])
+        return str(ready["name"])
+
+    def _find(self, case: Case) -> Finding:
+        if case.needs_device and self._device.type == "cpu":
+            return Finding(verdict=Verdict.UNSUPPORTED, text=NEEDS_DEVICE)
+        inputs = draw_inputs(self._operation, case, self._device)
+        if isinstance(inputs, Finding):
+            return inputs
+        return assess(self._operation, case, inputs, self._execute(case))
+
+    def _execute(self, case: Case) -> Execution | Stop:
+        if self._process is None:
+            self._start()
+        process = self._process
+        if process is None:
+            raise RuntimeError("the worker must be running after its start")
+        try:
+            _send(process.stdin, {"case": case.to_json()}, {})
+            content, tensors = _receive(process.stdout, self._timeout)
+        except TimeoutError:
+            self.close()
+            return Stop(verdict=Verdict.TIMEOUT, text=f"no answer within {self._timeout:g} s")
+        except (EOFError, BrokenPipeError):
+            code = process.wait()
+            self.close()
+            return Stop(verdict=Verdict.CRASH, text=f"the kernel's process ended: {_exit_text(code)}")
+        if content.get("lost"):
+            self.close()
+        return _decode(content, tensors, self._device)
+
+
+@contextmanager
+def isolated(operation: Operation, spec: str, device: torch.device, *, timeout: float) -> Iterator[Worker]:
+    """A worker that is ended with the block, however it is left."""
+    worker = Worker(operation, spec, device, timeout=timeout)
+    try:
+        yield worker
+    finally:
+        worker.close()
+
+
+def _exit_text(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _send(stream: IO[bytes] | None, content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """One message: two lengths, JSON, safetensors."""
+    if stream is None:
+        raise BrokenPipeError
+    text, data = json.dumps(content).encode(), save_tensors(tensors) if tensors else b""
+    stream.write(HEADER.pack(len(text), len(data)) + text + data)
+    stream.flush()
+
+
+def _receive(stream: IO[bytes] | None, seconds: float | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The next message; TimeoutError when it is not there in time, EOFError when the other side is gone."""
+    if stream is None:
+        raise EOFError
+    end = None if seconds is None else time.monotonic() + seconds
+    text_size, data_size = HEADER.unpack(_read(stream, HEADER.size, end))
+    content = json.loads(_read(stream, text_size, end))
+    return content, load_tensors(_read(stream, data_size, end)) if data_size else {}
+
+
+def _read(stream: IO[bytes], size: int, end: float | None) -> bytes:
+    parts, descriptor = [], stream.fileno()
+    while size:
+        if end is not None and not select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
+            raise TimeoutError
+        part = os.read(descriptor, min(size, 1 << 20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def _encode(result: Execution | Stop) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    gates = [asdict(gate) for gate in result.gates]
+    if isinstance(result, Stop):
+        lost = result.verdict is Verdict.CRASH and "CUDA error" in result.text
+        return {"verdict": result.verdict, "text": result.text, "gates": gates, "lost": lost}, {}
+    answers = {"first": result.first, "last": result.last}
+    tensors = {
+        f"{call}.{name}": tensor.contiguous().cpu()
+        for call, answer in answers.items()
+        for name, tensor in zip(("out", "lse"), answer, strict=True)
+    }
+    return {"contract": asdict(result.contract), "gates": gates}, tensors
+
+
+def _decode(content: dict[str, Any], tensors: dict[str, Tensor], device: torch.device) -> Execution | Stop:
+    gates = tuple(
+        GateResult(**{**gate, "where": Location(**gate["where"]) if gate["where"] else None})
+        for gate in content["gates"]
+    )
+    if "verdict" in content:
+        return Stop(verdict=Verdict(content["verdict"]), text=content["text"], gates=gates)
+    contract = {**content["contract"], "mutates": tuple(content["contract"]["mutates"])}
+    first, last = ((tensors[f"{call}.out"].to(device), tensors[f"{call}.lse"].to(device)) for call in ("first", "last"))
+    return Execution(contract=Contract(**contract), first=first, last=last, gates=gates)
+
+
+def serve(op: str, spec: str, device_name: str) -> None:
+    """The child: answer each case until the parent is gone."""
+    # a kernel that prints must not write into the messages
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    # Ctrl-C is the parent's to handle: it ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    operation, device = operations.load(op), torch.device(device_name)
+    try:
+        kernel = find_kernels(operation, spec)[0]
+    except Exception as error:
+        expected = isinstance(error, KernelNotFoundError | TypeError)
+        text = str(error) if expected else f"--kernel {spec} cannot be imported: {type(error).__name__}: {error}"
+        _send(answers, {"error": text}, {})
+        return
+    _send(answers, {"name": kernel.name}, {})
+    while True:
+        try:
+            content, _ = _receive(sys.stdin.buffer, None)
+        except EOFError:
+            return
+        case = Case.from_json(content["case"])
+        _send(answers, *_encode(_run(operation, kernel, case, device)))
+
+
+def _run(operation: Operation, kernel: Kernel, case: Case, device: torch.device) -> Execution | Stop:
+    refusal = refuse(kernel, case, device)
+    if refusal is not None:
+        return Stop(verdict=refusal.verdict, text=refusal.text)
+    inputs = draw_inputs(operation, case, device)
+    if isinstance(inputs, Finding):
+        return Stop(verdict=inputs.verdict, text=inputs.text)
+    return execute(operation, kernel, case, inputs, device)
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])
