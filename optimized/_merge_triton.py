@@ -54,7 +54,7 @@ def _merge_kernel(
     # several threads hold the lse of a row: all must have read it before one of them overwrites it
     tl.debug_barrier()
 
-    highest = tl.maximum(lse, part_lse, propagate_nan=tl.PropagateNan.ALL)
+    highest = tl.maximum(lse, part_lse)
     shift = tl.where(highest == float("-inf"), 0.0, highest)
     weight = tl.exp(lse - shift)
     part_weight = tl.exp(part_lse - shift)
@@ -89,19 +89,20 @@ def merge_into_triton(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tens
         return
     block_v = triton.next_power_of_2(width)
     block_rows = max(1, 2048 // block_v)
-    _merge_kernel[(triton.cdiv(tokens * heads, block_rows),)](
-        out,
-        lse,
-        part_out,
-        part_lse,
-        tokens * heads,
-        heads,
-        *out.stride(),
-        *lse.stride(),
-        *part_out.stride(),
-        *part_lse.stride(),
-        DV=width,
-        BLOCK_ROWS=block_rows,
-        BLOCK_V=block_v,
-        num_warps=4,
-    )
+    with torch.cuda.device_of(out):
+        _merge_kernel[(triton.cdiv(tokens * heads, block_rows),)](
+            out,
+            lse,
+            part_out,
+            part_lse,
+            tokens * heads,
+            heads,
+            *out.stride(),
+            *lse.stride(),
+            *part_out.stride(),
+            *part_lse.stride(),
+            DV=width,
+            BLOCK_ROWS=block_rows,
+            BLOCK_V=block_v,
+            num_warps=4,
+        )

@@ -93,9 +93,13 @@ def envelope(inputs: Inputs, plan: AttentionPlan, scale: float) -> State:
         lse = torch.logsumexp(z, -1)
         p = torch.exp(z - lse[..., None]).nan_to_num(0.0)
         out = torch.einsum("ths,shd->thd", p, v[keys])
-        spread = torch.einsum("ths,thsd->thd", p, (v[keys].transpose(0, 1)[None] - out[:, :, None]).abs())
+        # a token at a time: the distances of all at once would fill gigabytes
+        per_head = v[keys].transpose(0, 1)
+        distances = (torch.einsum("hs,hsd->hd", p[t], (per_head - out[t][:, None]).abs()) for t in range(n))
+        spread = torch.stack(list(distances))
         mass = torch.einsum("ths,shd->thd", p, v[keys].abs())
-        longest = abs(scale) * torch.einsum("thd,shd->ths", q[rows].abs(), k[keys].abs()).amax(-1)
+        lengths = torch.einsum("thd,shd->ths", q[rows].abs(), k[keys].abs()).masked_fill(z == -INF, 0.0)
+        longest = abs(scale) * lengths.amax(-1)
         height = z.masked_fill(z == -INF, 0.0).abs().amax(-1)
         logit = q.shape[2] * u_sum * longest + 4 * u_sum * height
         sums = 4 * math.sqrt(m) * u_sum

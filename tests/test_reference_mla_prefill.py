@@ -89,9 +89,7 @@ def test_history_split_anywhere_and_merged_is_the_whole(cut: int) -> None:
     for part, causal in parts:
         k, v = expand_latent(given["kv_c"][part], given["k_pe"][part], *weights)
         lengths = {"cu_seqlens_q": torch.tensor([0, 9]), "cu_seqlens_k": torch.tensor([0, len(part)])}
-        state = attention(
-            given["q"][queries], k, v, softmax_scale=given["softmax_scale"], causal=causal, **lengths
-        )
+        state = attention(given["q"][queries], k, v, softmax_scale=given["softmax_scale"], causal=causal, **lengths)
         total = merge_states(*total, *state)
     torch.testing.assert_close(total[0], whole_out[:9], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(total[1], whole_lse[:9], rtol=1e-12, atol=1e-12)
