@@ -8,6 +8,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from typer.core import TyperGroup
 
 GROUP = "assay.commands"
@@ -122,7 +123,7 @@ def check(
 
 
 def _usage(text: str) -> NoReturn:
-    errors.print(f"[bold red]usage:[/] {text}", highlight=False, markup=True)
+    errors.print(f"[bold red]usage:[/] {escape(text)}", highlight=False)
     raise typer.Exit(2)
 
 

@@ -14,7 +14,7 @@ from ..reference.attention import masked_logits, softmax_with_lse
 from .operation import Rows
 
 # elements of the largest [rows, keys, dims] intermediate
-BLOCK_ELEMENTS = 1 << 24
+BLOCK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 26}
 # random directions in the estimate of a trace
 PROBES = 8
 
@@ -36,6 +36,7 @@ class Companions:
         spread: ``C = sum p |v - o|``.
         products: ``|scale| max_j sum_d |q_d k_jd|``.
         projected_products: The same over the projected key dimensions.
+        value_max: ``max |v|`` over all keys.
         logit_max: ``max |z|`` over visible keys.
         logit_range: ``max |z - max z|`` over visible keys.
         key_spread: ``scale^2 sum_j p^2 (sum_d q_d^2 k_jd^2) (v - o)^2`` over projected key dimensions.
@@ -75,6 +76,7 @@ class Companions:
     spread: Tensor
     products: Tensor
     projected_products: Tensor
+    value_max: Tensor
     logit_max: Tensor
     logit_range: Tensor
     key_spread: Tensor
@@ -105,7 +107,7 @@ class Companions:
 def companions(rows: Rows) -> Companions:
     """Compute them head by head and a few queries at a time, so that memory stays bounded."""
     keys, d_v = rows.k.shape[0], rows.v.shape[-1]
-    step = max(1, BLOCK_ELEMENTS // max(1, keys * d_v))
+    step = max(1, BLOCK_ELEMENTS[rows.k.device.type] // max(1, keys * d_v))
     by_head = []
     for head in range(len(rows.heads)):
         parts = [_companions_block(rows, head, slice(at, at + step)) for at in range(0, len(rows.tokens), step)]
@@ -246,6 +248,7 @@ def _value_sums(rows: Rows, head: int, keys: _KeySums, p: Tensor, out: Tensor) -
         "key_terms_spread": around_out(p2 * key_terms),
         "logit_spread": around_out(p2 * z.square()),
         "fp32_spread": around_out(p2 * keys.fp32.square()),
+        "value_max": (v.abs().max() if v.numel() else v.new_zeros(())).expand(len(p)),
         "split_power": split_power,
         "split_spread": part_spread.square().sum(1),
         "split_means": part_sums / part_mass[..., None].clamp(min=torch.finfo(p.dtype).tiny),

@@ -1,7 +1,7 @@
 """The kernel's side of a judgement: run it under poison, again, on other contents. No oracle takes part in it."""
 
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,7 +10,9 @@ from torch import Tensor
 from . import poison
 from .case import Case
 from .contract import PRECISION_OF_DTYPE, Contract
+from .conventions import Conventions
 from .interpreter import InterpretedBfloat16Error, no_interpreted_bfloat16
+from .layouts import empty_row_gates, prepared, restated
 from .operation import Inputs, Kernel, Operation, Outline
 from .poison import SENTINEL, Allocations, poisoned_allocations, same_bits
 from .record import GateResult, Location, Verdict
@@ -34,15 +36,17 @@ class Execution:
 
     Attributes:
         contract: What the kernel promised for the case.
-        first: ``(out, lse)`` of the first call, by value.
+        first: ``(out, lse)`` of the first call, by value, in the oracle's conventions.
         last: The same of the third.
         gates: Repeats and replays (G7), in which no oracle takes part.
+        conventions: Of the kernel, for the places that a report names.
     """
 
     contract: Contract
     first: tuple[Tensor, Tensor]
     last: tuple[Tensor, Tensor]
     gates: tuple[GateResult, ...]
+    conventions: Conventions = field(default_factory=Conventions)
 
 
 def execute(operation: Operation, kernel: Kernel, case: Case, inputs: Inputs, device: torch.device) -> Execution | Stop:
@@ -57,7 +61,9 @@ def execute(operation: Operation, kernel: Kernel, case: Case, inputs: Inputs, de
     """
     try:
         with no_interpreted_bfloat16():
-            return _execute(kernel, kernel.contract(case), operation.outline(case), inputs, device)
+            contract, outline = kernel.contract(case), operation.outline(case)
+            given = prepared(inputs, kernel, case, contract, outline)
+            return _restated(_execute(kernel, contract, outline, given, device), kernel.conventions, outline)
     except Exception as error:
         return _raised(error)
 
@@ -90,6 +96,19 @@ def _execute(
         gates += replay_gates(run, inputs.arguments, contract, first)
         inputs.ledger.restore()
     return Execution(contract=contract, first=first, last=last, gates=tuple(gates))
+
+
+def _restated(result: Execution | Stop, conventions: Conventions, outline: Outline) -> Execution | Stop:
+    """The answers in the oracle's words, unless an empty row is not what the kernel declared."""
+    if isinstance(result, Stop):
+        structure = result.verdict is Verdict.STRUCTURE and conventions.note
+        return replace(result, text=f"{result.text}, under {conventions.note}") if structure else result
+    gates = tuple(empty_row_gates(result.first, conventions, outline))
+    failed = [gate for gate in gates if not gate.passed]
+    if failed:
+        return Stop(verdict=Verdict.NONFINITE, text=failed[0].text, gates=gates)
+    first, last = (restated(answer, conventions, outline.empty_rows) for answer in (result.first, result.last))
+    return replace(result, first=first, last=last, conventions=conventions)
 
 
 def _raised(error: Exception) -> Stop:

@@ -1,141 +1,31 @@
 """Does the judge judge? Runs planted faults, which it must find, and correct variants, which it must not reject."""
 
+import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+from unittest import mock
 
 import torch
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from . import operations
+from . import gates, operations
+from ._mutate_matrix import FaultResult, KillMatrix, Outcome, Status, VariantResult
 from .case import Case
-from .faults import Fault, NotApplicable, Variant, load, not_applicable
+from .companions import Companions, companions
+from .faults import Fault, Variant, load, not_applicable
 from .kernels import wrap_function
-from .operation import Operation
-from .record import Record, Verdict
+from .operation import Operation, Rows
 from .runner import run_case
 
-NOT_JUDGED = frozenset({Verdict.UNSUPPORTED, Verdict.INVALID_CASE})
+__all__ = ["FaultResult", "KillMatrix", "Outcome", "Status", "VariantResult", "cheapest_first", "kill_matrix", "render"]
+
 Progress = Callable[[int, int, str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """A fault or variant on one case; ``gate`` decided or came nearest, ``ratio`` is its worst value over its limit."""
-
-    case_id: str
-    family: str
-    dtype: str
-    verdict: Verdict
-    gate: str
-    ratio: float
-    text: str
-    seconds: float
-
-    @classmethod
-    def of(cls, record: Record) -> "Outcome":
-        """What the matrix keeps of a record."""
-        worst = record.worst
-        return cls(
-            case_id=record.case["id"],
-            family=record.case["family"],
-            dtype=record.case["dtype"],
-            verdict=record.verdict,
-            gate="" if worst is None else worst.gate,
-            ratio=0.0 if worst is None else worst.ratio,
-            text=record.text,
-            seconds=record.seconds,
-        )
-
-    @property
-    def reason(self) -> str:
-        """Number of the gate that decided, or the verdict where none did."""
-        return self.gate.split()[0] if self.gate and self.ratio > 1 else self.verdict.value
-
-
-class Status(StrEnum):
-    """What became of a fault, the worst first."""
-
-    SURVIVED = "survived"
-    WRONG_REASON = "wrong reason"
-    NOT_JUDGED = "not judged"
-    KILLED = "killed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FaultResult:
-    """A fault on the cases; ``sound`` are those on which no correct variant was rejected: no other one proves a kill."""
-
-    fault: Fault
-    outcomes: tuple[Outcome, ...]
-    sound: frozenset[str]
-
-    @property
-    def judged(self) -> list[Outcome]:
-        """Outcomes that say anything about the fault."""
-        return [one for one in self.outcomes if one.verdict not in NOT_JUDGED and one.case_id in self.sound]
-
-    @property
-    def kills(self) -> list[Outcome]:
-        """Outcomes with an expected verdict."""
-        return [one for one in self.judged if one.verdict in self.fault.expects]
-
-    @property
-    def status(self) -> Status:
-        """Killed for the right reason somewhere, or how it got away."""
-        if self.kills:
-            return Status.KILLED
-        if not self.judged:
-            return Status.NOT_JUDGED
-        found = any(one.verdict is not Verdict.PASS for one in self.judged)
-        return Status.WRONG_REASON if found else Status.SURVIVED
-
-    @property
-    def nearest(self) -> Outcome | None:
-        """The judged outcome with the largest ratio."""
-        return max(self.judged, key=lambda one: one.ratio, default=None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VariantResult:
-    """A correct variant on the cases."""
-
-    variant: Variant
-    outcomes: tuple[Outcome, ...]
-
-    @property
-    def judged(self) -> list[Outcome]:
-        """Outcomes that say anything about the variant."""
-        return [one for one in self.outcomes if one.verdict not in NOT_JUDGED]
-
-    @property
-    def rejections(self) -> list[Outcome]:
-        """Outcomes that blame a correct kernel."""
-        return [one for one in self.judged if one.verdict is not Verdict.PASS]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KillMatrix:
-    """Every fault and every variant of an operation against the cases."""
-
-    op: str
-    faults: tuple[FaultResult, ...]
-    variants: tuple[VariantResult, ...]
-    not_applicable: tuple[NotApplicable, ...]
-    cases: int
-    seconds: float
-
-    @property
-    def passed(self) -> bool:
-        """Whether every fault that can be judged here was killed for its reason, and every variant passed."""
-        faults = all(result.status in (Status.KILLED, Status.NOT_JUDGED) for result in self.faults)
-        variants = all(result.judged and not result.rejections for result in self.variants)
-        return faults and variants and any(result.status is Status.KILLED for result in self.faults)
 
 
 def kill_matrix(
@@ -160,31 +50,32 @@ def kill_matrix(
     Raises:
         ValueError: If there is no case of the operation.
     """
-    operation, (faults, variants) = operations.load(op), load(op)
+    faults, variants = load(op)
     mine = cheapest_first([case for case in cases if case.op == op])
     if not mine:
         raise ValueError(f"cases must hold at least one of {op}, got none among {len(cases)}")
-    start, total, done = time.perf_counter(), (len(faults) + len(variants)) * len(mine), 0
+    start = time.perf_counter()
+    operation = cast(Operation, _Remembering(operations.load(op)))
+    total = (len(faults) + len(variants)) * len(mine)
+    announced = itertools.count(step=len(mine))
 
     def announce(name: str) -> None:
+        done = next(announced)
         if progress is not None:
-            progress(done * len(mine), total, name)
+            progress(done, total, name)
 
-    passed = []
-    for one in variants:
-        announce(one.name)
-        own = [case for case in mine if one.dtype in (None, case.dtype)]
-        passed.append(VariantResult(variant=one, outcomes=tuple(_outcomes(operation, one, own, device))))
-        done += 1
-    rejected = {outcome.case_id for result in passed for outcome in result.rejections}
-    sound = frozenset(case.id for case in mine) - rejected
-    found = []
-    for fault in faults:
-        announce(fault.name)
-        outcomes = _fault_outcomes(operation, fault, mine, device, sound, stop_when_killed=stop_when_killed)
-        found.append(FaultResult(fault=fault, outcomes=tuple(outcomes), sound=sound))
-        done += 1
-    announce("")
+    with _companions_once():
+        passed = []
+        for one in variants:
+            announce(one.name)
+            passed.append(VariantResult(variant=one, outcomes=tuple(_outcomes(operation, one, mine, device))))
+        sound = frozenset(case.id for case in mine) - {one.case_id for result in passed for one in result.rejections}
+        found = []
+        for fault in faults:
+            announce(fault.name)
+            outcomes = _fault_outcomes(operation, fault, mine, device, sound, stop_when_killed=stop_when_killed)
+            found.append(FaultResult(fault=fault, outcomes=tuple(outcomes), sound=sound))
+        announce("")
     return KillMatrix(
         op=op,
         faults=tuple(found),
@@ -193,6 +84,39 @@ def kill_matrix(
         cases=len(mine),
         seconds=time.perf_counter() - start,
     )
+
+
+class _Remembering:
+    """An operation that draws the oracle's rows of a case once: they are the same for every kernel."""
+
+    def __init__(self, operation: Operation) -> None:
+        self._operation = operation
+        self._rows: dict[tuple[str, str, int], list[Rows]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._operation, name)
+
+    def rows(self, case: Case, arguments: dict[str, Any], *, budget: int) -> Iterator[Rows]:
+        """The rows of the first kernel that got as far; its inputs were found unchanged before."""
+        key = (case.id, str(arguments["q"].device), budget)
+        if key not in self._rows:
+            self._rows[key] = list(self._operation.rows(case, arguments, budget=budget))
+        return iter(self._rows[key])
+
+
+@contextmanager
+def _companions_once() -> Iterator[None]:
+    """Within the block the gates compute the companions of a block of rows once, not once a kernel."""
+    # the rows are kept beside their companions, so that no other rows can take their id
+    known: dict[int, tuple[Rows, Companions]] = {}
+
+    def remembered(rows: Rows) -> Companions:
+        if id(rows) not in known:
+            known[id(rows)] = rows, companions(rows)
+        return known[id(rows)][1]
+
+    with mock.patch.object(gates, "companions", remembered):
+        yield
 
 
 def cheapest_first(cases: list[Case]) -> list[Case]:
@@ -242,8 +166,8 @@ def render(matrix: KillMatrix) -> RenderableType:
     statuses = ", ".join(f"{counts[status]} {status.value}" for status in Status if counts[status])
     rejected = sum(bool(result.rejections) for result in matrix.variants)
     summary = (
-        f"{matrix.op}: {len(matrix.faults)} faults ({statuses}), {len(matrix.variants)} variants ({rejected} rejected), "
-        f"{matrix.cases} cases, {matrix.seconds:.0f} s"
+        f"{matrix.op}: {len(matrix.faults)} faults ({statuses}), {len(matrix.variants)} variants "
+        f"({rejected} rejected), {matrix.cases} cases, {matrix.seconds:.0f} s"
     )
     return Group(*(table for table in tables if table.row_count), Text(summary, style="bold"))
 

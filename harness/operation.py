@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from .case import Case
 from .contract import Contract
+from .conventions import Conventions
 from .poison import Ledger
 
 
@@ -79,6 +80,8 @@ class Kernel:
     contract: Callable[[Case], Contract]
     bind: Callable[[dict[str, Any]], Callable[[], Any]]
     unsupported: Callable[[Case, torch.device], str | None] = field(default=lambda case, device: None)
+    conventions: Conventions = field(default_factory=Conventions)
+    style: Literal["return", "dps"] = "return"
 
 
 class Operation(Protocol):

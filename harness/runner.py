@@ -2,14 +2,17 @@
 
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from .case import Case
+from .companions import Companions
 from .execution import Execution, Stop, describe, execute
-from .gates import judge, nonfinite_gates
-from .operation import Inputs, Kernel, Operation
+from .gates import judge_answers, nonfinite_gates, oracle_answers
+from .layouts import relocated
+from .operation import Kernel, Operation, Rows
 from .record import GateResult, Record, RowErrors, Verdict
 
 # elements [rows, keys, dims] that the oracle answers for in full; above it rows are sampled
@@ -28,7 +31,53 @@ class Finding:
     rows: RowErrors = field(default_factory=RowErrors)
 
 
-def run_case(operation: Operation, kernel: Kernel, case: Case, device: torch.device) -> Record:
+class Exam:
+    """A case as every kernel meets it: the same inputs, and one oracle's answer, worked out when first asked for."""
+
+    def __init__(self, operation: Operation, case: Case, device: torch.device) -> None:
+        """Draw the inputs.
+
+        Raises:
+            ValueError: If the case describes none.
+        """
+        # the oracle is float64 throughout, and no product anywhere may be cut to tf32 behind a contract's back
+        torch.set_float32_matmul_precision("highest")
+        self.operation, self.case, self.device = operation, case, device
+        self.inputs = operation.inputs(case, device)
+
+    @cached_property
+    def answers(self) -> list[tuple[Rows, Companions]]:
+        """The oracle's rows with their companions."""
+        budget = ROW_BUDGET[self.device.type] // self.operation.outline(self.case).d_v
+        return list(oracle_answers(self.operation.rows(self.case, self.inputs.arguments, budget=budget)))
+
+
+class ExamRoom:
+    """Hands out exams, and keeps the last one for the next kernel on the same case."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._exam: Exam | None = None
+
+    def exam(self, operation: Operation, case: Case, device: torch.device) -> Exam:
+        """The exam of a case; its inputs are as drawn, whatever an earlier kernel did to them.
+
+        Raises:
+            ValueError: If the case describes no inputs.
+        """
+        held = self._exam
+        if held is None or (held.operation, held.case, held.device) != (operation, case, device):
+            # freed before the next is drawn: two production cases may not fit side by side
+            self._exam = None
+            self._exam = Exam(operation, case, device)
+        else:
+            held.inputs.ledger.restore()
+        return self._exam
+
+
+def run_case(
+    operation: Operation, kernel: Kernel, case: Case, device: torch.device, *, room: ExamRoom | None = None
+) -> Record:
     """Judge ``kernel`` on ``case`` within this process; whatever the kernel does, the answer is a record.
 
     Args:
@@ -36,10 +85,11 @@ def run_case(operation: Operation, kernel: Kernel, case: Case, device: torch.dev
         kernel: The candidate.
         case: The inputs.
         device: Where to run.
+        room: Of a run in which several kernels take the same cases.
     """
     start = time.perf_counter()
     try:
-        finding = _find(operation, kernel, case, device)
+        finding = _find(operation, kernel, case, device, room or ExamRoom())
     except Exception as error:
         # kernels fail inside their own guards, so this is a fault of the judge, and is reported as one
         finding = Finding(verdict=Verdict.HARNESS_ERROR, text=describe(error))
@@ -72,46 +122,42 @@ def refuse(kernel: Kernel, case: Case, device: torch.device) -> Finding | None:
     return None if reason is None else Finding(verdict=Verdict.UNSUPPORTED, text=reason)
 
 
-def draw_inputs(operation: Operation, case: Case, device: torch.device) -> Inputs | Finding:
-    """The inputs of a case, or the finding that there are none."""
-    # the oracle is float64 throughout, and no product anywhere may be cut to tf32 behind a contract's back
-    torch.set_float32_matmul_precision("highest")
+def sit(operation: Operation, case: Case, device: torch.device, room: ExamRoom) -> Exam | Finding:
+    """The exam of a case, or the finding that there is none."""
     try:
-        return operation.inputs(case, device)
+        return room.exam(operation, case, device)
     except ValueError as error:
         return Finding(verdict=Verdict.INVALID_CASE, text=str(error))
 
 
-def _find(operation: Operation, kernel: Kernel, case: Case, device: torch.device) -> Finding:
+def _find(operation: Operation, kernel: Kernel, case: Case, device: torch.device, room: ExamRoom) -> Finding:
     refusal = refuse(kernel, case, device)
     if refusal is not None:
         return refusal
-    inputs = draw_inputs(operation, case, device)
-    if isinstance(inputs, Finding):
-        return inputs
-    return assess(operation, case, inputs, execute(operation, kernel, case, inputs, device))
+    exam = sit(operation, case, device, room)
+    if isinstance(exam, Finding):
+        return exam
+    return assess(exam, execute(operation, kernel, case, exam.inputs, device))
 
 
-def assess(operation: Operation, case: Case, inputs: Inputs, execution: Execution | Stop) -> Finding:
+def assess(exam: Exam, execution: Execution | Stop) -> Finding:
     """Hold what a kernel answered against the oracle: all gates, in the order in which a failure explains later ones.
 
     Args:
-        operation: Of the case.
-        case: What was run.
-        inputs: Its inputs, unchanged.
+        exam: What was run; its inputs are unchanged.
         execution: What came of it.
     """
     if isinstance(execution, Stop):
         return Finding(verdict=execution.verdict, text=execution.text, gates=execution.gates)
-    contract, outline = execution.contract, operation.outline(case)
+    case, contract, outline = exam.case, execution.contract, exam.operation.outline(exam.case)
     gates = nonfinite_gates(*execution.first, outline)
     if not all(gate.passed for gate in gates):
         return Finding(verdict=Verdict.NONFINITE, text=_failed(gates).text, gates=tuple(gates))
-    budget = ROW_BUDGET[execution.first[0].device.type] // outline.d_v
+    blocks = relocated([rows for rows, _ in exam.answers], exam.inputs.arguments, case, execution.conventions)
+    answers = list(zip(blocks, (c for _, c in exam.answers), strict=True))
     # a kernel that promises no determinism must pass with its last answer as well as with its first
     for answer in [execution.first] if contract.deterministic else [execution.first, execution.last]:
-        rows = operation.rows(case, inputs.arguments, budget=budget)
-        tally = judge(*answer, rows, contract=contract, family=case.family)
+        tally = judge_answers(*answer, answers, contract=contract, family=case.family)
         gates += sorted(tally.results(), key=lambda gate: gate.gate)
     judged: dict[str, Any] = {"rows_judged": tally.rows_judged, "rows": tally.row_errors()}
     if not all(gate.passed for gate in gates):

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from . import operations
 from .case import Case, plan_digest
-from .kernels import KernelNotFoundError, find_kernels
+from .kernels import KernelNotFoundError, find_kernels, is_strange
 from .operation import CaseRequest, Operation
 from .plan import DTYPES, TIERS, Selection, UsageError, describe, plan_cases
 from .record import ExitCode, Record, Verdict, open_records
 from .report import case_table, failure_lines, print_run
-from .runner import run_case
+from .runner import ExamRoom, run_case
 from .worker import isolated
 
 NOT_JUDGED = (Verdict.UNSUPPORTED, Verdict.INVALID_CASE)
@@ -104,7 +105,7 @@ def _operations(options: CheckOptions) -> list[Operation]:
     unknown = [name for name in names if name not in operations.NAMES]
     if unknown:
         raise UsageError(f"an operation must be one of {', '.join(operations.NAMES)}, got {unknown[0]!r}")
-    foreign = options.kernel is not None and ":" in options.kernel
+    foreign = is_strange(options.kernel)
     if foreign and len(names) != 1:
         raise UsageError(f"a kernel of yours needs exactly one operation, got {', '.join(names)}")
     return [operations.load(name) for name in dict.fromkeys(names)]
@@ -147,7 +148,7 @@ def _candidates(
     operation: Operation, options: CheckOptions, device: torch.device, stack: ExitStack
 ) -> list[_Candidate]:
     """Our kernels are run here, a stranger's in a process of its own."""
-    foreign = options.kernel is not None and ":" in options.kernel
+    foreign, room = is_strange(options.kernel), ExamRoom()
     try:
         if foreign and not options.in_process:
             worker = isolated(operation, str(options.kernel), device, timeout=options.timeout)
@@ -156,21 +157,21 @@ def _candidates(
         kernels = find_kernels(operation, options.kernel)
     except (KernelNotFoundError, TypeError) as error:
         raise UsageError(str(error)) from error
-    return [
-        _Candidate(name=kernel.name, run_case=partial(run_case, operation, kernel, device=device)) for kernel in kernels
-    ]
+    judges = {kernel.name: partial(run_case, operation, kernel, device=device, room=room) for kernel in kernels}
+    return [_Candidate(name=name, run_case=judge) for name, judge in judges.items()]
 
 
 def _work(
     chosen: list[Operation], cases: list[Case], options: CheckOptions, device: torch.device, stack: ExitStack
 ) -> list[tuple[_Candidate, Case]]:
-    """Every kernel on every case of its operation."""
+    """Every kernel on every case of its operation, case by case: the kernels share its inputs and oracle."""
     return [
         (candidate, case)
         for operation in chosen
-        for candidate in _candidates(operation, options, device, stack)
-        for case in cases
-        if case.op == operation.name
+        for case, candidate in product(
+            [case for case in cases if case.op == operation.name],
+            _candidates(operation, options, device, stack),
+        )
     ]
 
 

@@ -25,11 +25,12 @@ from torch import Tensor
 from . import operations
 from .case import Case
 from .contract import Contract
+from .conventions import Conventions
 from .execution import Execution, Stop, execute
 from .kernels import KernelNotFoundError, find_kernels
 from .operation import Kernel, Operation
 from .record import GateResult, Location, Record, Verdict
-from .runner import NEEDS_DEVICE, Finding, assess, draw_inputs, make_record, refuse
+from .runner import NEEDS_DEVICE, ExamRoom, Finding, assess, make_record, refuse, sit
 
 HEADER = struct.Struct("<QQ")
 # an interpreter starts, imports torch and the kernel's module, and maybe opens a device
@@ -39,7 +40,9 @@ START_SECONDS = 120.0
 class Worker:
     """Judges one kernel that lives in a child process, which is started anew whenever it dies."""
 
-    def __init__(self, operation: Operation, spec: str, device: torch.device, *, timeout: float) -> None:
+    def __init__(
+        self, operation: Operation, spec: str, device: torch.device, *, timeout: float, room: ExamRoom | None = None
+    ) -> None:
         """Start the child, which imports the kernel; this process never does.
 
         Args:
@@ -47,11 +50,13 @@ class Worker:
             spec: The kernel's name, as ``find_kernels`` takes it.
             device: Where the child runs it.
             timeout: Seconds that a case may take in the child.
+            room: Of a run in which several kernels take the same cases.
 
         Raises:
             KernelNotFoundError: If the child finds no such kernel, cannot import it, or cannot call it so.
         """
         self._operation, self._spec, self._device, self._timeout = operation, spec, device, timeout
+        self._room = room or ExamRoom()
         self._process: subprocess.Popen[bytes] | None = None
         self.name = self._start()
 
@@ -90,10 +95,10 @@ class Worker:
     def _find(self, case: Case) -> Finding:
         if case.needs_device and self._device.type == "cpu":
             return Finding(verdict=Verdict.UNSUPPORTED, text=NEEDS_DEVICE)
-        inputs = draw_inputs(self._operation, case, self._device)
-        if isinstance(inputs, Finding):
-            return inputs
-        return assess(self._operation, case, inputs, self._execute(case))
+        exam = sit(self._operation, case, self._device, self._room)
+        if isinstance(exam, Finding):
+            return exam
+        return assess(exam, self._execute(case))
 
     def _execute(self, case: Case) -> Execution | Stop:
         if self._process is None:
@@ -173,7 +178,8 @@ def _encode(result: Execution | Stop) -> tuple[dict[str, Any], dict[str, Tensor]
         for call, answer in answers.items()
         for name, tensor in zip(("out", "lse"), answer, strict=True)
     }
-    return {"contract": asdict(result.contract), "gates": gates}, tensors
+    promises = {"contract": asdict(result.contract), "conventions": asdict(result.conventions)}
+    return {**promises, "gates": gates}, tensors
 
 
 def _decode(content: dict[str, Any], tensors: dict[str, Tensor], device: torch.device) -> Execution | Stop:
@@ -184,8 +190,11 @@ def _decode(content: dict[str, Any], tensors: dict[str, Tensor], device: torch.d
     if "verdict" in content:
         return Stop(verdict=Verdict(content["verdict"]), text=content["text"], gates=gates)
     contract = {**content["contract"], "mutates": tuple(content["contract"]["mutates"])}
+    conventions = {**content["conventions"], "empty_row": tuple(content["conventions"]["empty_row"])}
     first, last = ((tensors[f"{call}.out"].to(device), tensors[f"{call}.lse"].to(device)) for call in ("first", "last"))
-    return Execution(contract=Contract(**contract), first=first, last=last, gates=gates)
+    return Execution(
+        contract=Contract(**contract), first=first, last=last, gates=gates, conventions=Conventions(**conventions)
+    )
 
 
 def serve(op: str, spec: str, device_name: str) -> None:
@@ -217,10 +226,10 @@ def _run(operation: Operation, kernel: Kernel, case: Case, device: torch.device)
     refusal = refuse(kernel, case, device)
     if refusal is not None:
         return Stop(verdict=refusal.verdict, text=refusal.text)
-    inputs = draw_inputs(operation, case, device)
-    if isinstance(inputs, Finding):
-        return Stop(verdict=inputs.verdict, text=inputs.text)
-    return execute(operation, kernel, case, inputs, device)
+    exam = sit(operation, case, device, ExamRoom())
+    if isinstance(exam, Finding):
+        return Stop(verdict=exam.verdict, text=exam.text)
+    return execute(operation, kernel, case, exam.inputs, device)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ class CountedRows(TorchDispatchMode):
     """Counts the rows that are multiplied with the up-projection."""
 
     def __init__(self, rank: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.rank, self.rows = rank, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from builders import MLA_INDICES, arguments_of, forward, mla_case, planned
+from torch import Tensor
 
 from assay.optimized import _mla_prefill_plan as module
 from assay.optimized.mla_prefill import MlaPrefillPlan, MlaShape, plan_mla_prefill
@@ -86,7 +87,7 @@ def test_slots_past_the_context_are_nobodys_and_not_checked() -> None:
     assert torch.equal(before, forward(given, planned(HISTORY, given))[0])
 
 
-BAD_TENSORS = {
+BAD_TENSORS: dict[str, tuple[str, Callable[[Tensor], Tensor], type[Exception]]] = {
     "tokens": ("q", lambda q: q[1:], ValueError),
     "heads": ("q", lambda q: q[:, :1], ValueError),
     "width": ("q", lambda q: q[..., 1:], ValueError),

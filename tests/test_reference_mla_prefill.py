@@ -34,7 +34,8 @@ def looped(given: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     )
     d_rope = given["k_pe"].shape[1]
     d_nope = len(q[0][0]) - d_rope
-    outs, lses = [], []
+    outs: list[Any] = []
+    lses: list[Any] = []
     for request, context in enumerate(contexts):
         count = starts[request + 1] - starts[request]
         for i in range(count):
@@ -106,7 +107,7 @@ def test_gradients_are_those_of_finite_differences() -> None:
     leaves = [given.pop(name).nan_to_num(0.0).requires_grad_() for name in names]
 
     def run(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        return mla_prefill(**dict(zip(names, tensors, strict=True)), **given)
+        return mla_prefill(*tensors, **given)
 
     assert torch.autograd.gradcheck(run, leaves)
 

@@ -1,0 +1,97 @@
+"""A case is its content: ids do not move, JSON brings it back, and another generator's cases are refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from builders import attention_case, mla_case
+
+from assay.harness import operations
+from assay.harness.case import GENERATOR_VERSION, Case, plan_digest
+from assay.harness.operation import CaseRequest
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def drawn(op: str, tier: str = "smoke", seed: int = 0) -> list[Case]:
+    return operations.load(op).cases(CaseRequest(tier=tier, seed=seed, dtypes=DTYPES))
+
+
+GOLDEN = {
+    "attention": (
+        "attention-diffuse-float32-ab5b5e5f",
+        "attention-shifted-float16-76782044",
+        "attention-peaked-bfloat16-1be420e0",
+    ),
+    "mla_prefill": (
+        "mla_prefill-diffuse-float32-017e3401",
+        "mla_prefill-ramp-v-float16-ce1ad8b4",
+        "mla_prefill-captured-bfloat16-0b7d8498",
+    ),
+}
+DIGESTS = {"attention": "ff69c11f9053", "mla_prefill": "3471cc2f853c"}
+
+
+@pytest.mark.parametrize("op", operations.NAMES)
+def test_the_plan_of_seed_zero_does_not_move(op: str) -> None:
+    # a record names its case by this id: raise GENERATOR_VERSION together with these
+    cases = drawn(op)
+    assert (cases[0].id, cases[len(cases) // 2].id, cases[-1].id) == GOLDEN[op]
+    assert plan_digest(cases) == DIGESTS[op]
+
+
+@pytest.mark.parametrize("op", operations.NAMES)
+@pytest.mark.parametrize("tier", ["smoke", "full"])
+def test_ids_are_distinct_and_seeds_change_them(op: str, tier: str) -> None:
+    cases = drawn(op, tier)
+    assert len({case.id for case in cases}) == len(cases)
+    assert drawn(op, tier) == cases
+    assert not {case.id for case in cases} & {case.id for case in drawn(op, tier, seed=1)}
+
+
+def test_a_captured_id_is_that_of_its_content() -> None:
+    case = Case(op="attention", family="diffuse", dtype="float32", seed=3, sizes={"d_v": 8, "d_qk": 4})
+    assert case.id == "attention-diffuse-float32-3dbee275"
+    assert replace(case, sizes={"d_qk": 4, "d_v": 8}).id == case.id
+    for other in (
+        replace(case, seed=4),
+        replace(case, sizes={"d_v": 8, "d_qk": 5}),
+        replace(case, dtype="float16"),
+        replace(case, needs_device=True),
+    ):
+        assert other.id != case.id
+
+
+@pytest.mark.parametrize("case", [attention_case(), mla_case("peaked", "bfloat16", seed=9)], ids=lambda case: case.op)
+def test_json_brings_a_case_back(case: Case) -> None:
+    back = Case.from_json(json.loads(json.dumps(case.to_json())))
+    assert back == case
+    assert back.id == case.id == case.to_json()["id"]
+
+
+def test_a_case_of_another_generator_is_refused() -> None:
+    content = attention_case().to_json()
+    with pytest.raises(ValueError, match=f"generator_version must be {GENERATOR_VERSION}, got {GENERATOR_VERSION + 1}"):
+        Case.from_json(content | {"generator_version": GENERATOR_VERSION + 1})
+    del content["generator_version"]
+    with pytest.raises(ValueError, match="got None"):
+        Case.from_json(content)
+
+
+def test_an_id_that_does_not_fit_the_content_is_refused() -> None:
+    content = attention_case().to_json()
+    with pytest.raises(ValueError, match=r"id must be attention-diffuse-float32-.*, the digest of the content"):
+        Case.from_json(content | {"seed": 1})
+
+
+def test_the_digest_of_a_plan_sees_content_and_order() -> None:
+    first, second = attention_case(seed=1), attention_case(seed=2)
+    digest = plan_digest([first, second])
+    assert digest == plan_digest([first, second])
+    assert len(digest) == 12
+    assert digest not in {plan_digest([second, first]), plan_digest([first]), plan_digest([])}
+
+
+def test_an_operation_without_a_name_here_is_refused() -> None:
+    with pytest.raises(ValueError, match="op must be one of attention, mla_prefill, got 'kda'"):
+        operations.load("kda")

@@ -1,0 +1,384 @@
+"""Planted faults are found for their reason, correct variants are not rejected, and the catalogue is accounted for.
+
+They run on smoke cases of seed 0, the plan of ``assay check``: all in bfloat16, which every kind of fault but those of
+one dtype shows in, and the first of each family in float32 and float16. To stay within a minute a fault stops at its
+first kill for the right reason, the cheapest families first; a survivor and a variant see every case.
+"""
+
+import importlib
+import io
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from rich.console import Console
+
+from assay.harness import faults, mutate, operations
+from assay.harness.case import Case
+from assay.harness.faults import Fault, Variant, load
+from assay.harness.faults._chunked import attention_twin, mla_prefill_twin
+from assay.harness.kernels import find_kernels, wrap_function
+from assay.harness.mutate import FaultResult, KillMatrix, Outcome, Status, VariantResult, kill_matrix, render
+from assay.harness.operation import CaseRequest, Operation
+from assay.harness.plan import DTYPES
+from assay.harness.poison import same_bits
+from assay.harness.record import Verdict
+from assay.harness.runner import run_case
+
+CPU = torch.device("cpu")
+OPS = ("attention", "mla_prefill")
+TWINS = {"attention": attention_twin, "mla_prefill": mla_prefill_twin}
+
+NO_LOW_LOGITS = "no family has logits below -5e4: `shifted` moves them by 80"
+NO_VISIBLE_NAN = "no case holds NaN where a query looks"
+NO_HELD_RESULT = "the runner keeps its first answer by value and compares no storage between calls"
+NO_SECOND_TILE = "no smoke case has a request of more than 64 queries"
+SURVIVORS = {
+    ("attention", "running_max_starts_at_minus_5e4"): NO_LOW_LOGITS,
+    ("attention", "nan_swallowed"): NO_VISIBLE_NAN,
+    ("attention", "output_is_a_workspace"): NO_HELD_RESULT,
+    ("attention", "second_query_tile_sees_one_more"): NO_SECOND_TILE,
+    ("mla_prefill", "running_max_starts_at_minus_5e4"): NO_LOW_LOGITS,
+    ("mla_prefill", "hidden_logits_at_minus_1e4"): NO_LOW_LOGITS,
+    ("mla_prefill", "nan_swallowed"): NO_VISIBLE_NAN,
+    ("mla_prefill", "output_is_a_workspace"): NO_HELD_RESULT,
+    ("mla_prefill", "second_query_tile_sees_one_more"): NO_SECOND_TILE,
+    ("mla_prefill", "slot_0_taken_for_padding"): "the layout never gives slot 0 to a token",
+    ("mla_prefill", "denominator_in_input_dtype"): "exact-uniform has no smoke case with more than 256 keys in a pass",
+    ("mla_prefill", "output_accumulated_in_input_dtype"): "ramp-v and constant-v have no smoke case with a long pass",
+}
+REJECTED = {
+    ("attention", "weights_from_lse"): "float32: exp(z - lse) errs by |lse| u32, for which a contract without merges "
+    "has no term (G4 1.16 x, G5 1.04 x)",
+}
+
+# families of the specification's list that speak of these two operations
+SPEC_NAMES = {f"F{number}" for number in (*range(1, 12), *range(23, 27), 31, 32)}
+
+
+def smoke_cases(op: str) -> list[Case]:
+    return operations.load(op).cases(CaseRequest(tier="smoke", seed=0, dtypes=DTYPES))
+
+
+def subset(cases: list[Case]) -> list[Case]:
+    first = {(case.family, case.dtype): case.id for case in reversed(cases)}
+    return [case for case in cases if case.dtype == "bfloat16" or case.id in first.values()]
+
+
+@pytest.fixture(scope="module")
+def matrices() -> dict[str, KillMatrix]:
+    return {op: kill_matrix(op, subset(smoke_cases(op)), CPU, stop_when_killed=True) for op in OPS}
+
+
+def entries(kind: int, known: dict[tuple[str, str], str]) -> list[Any]:
+    """All faults (0) or variants (1), those of ``known`` as strict expected failures."""
+    pairs = [(op, entry.name) for op in OPS for entry in load(op)[kind]]
+    marks = {pair: pytest.mark.xfail(strict=True, reason=reason) for pair, reason in known.items()}
+    return [pytest.param(*pair, marks=marks.get(pair, ()), id=f"{pair[0]}-{pair[1]}") for pair in pairs]
+
+
+@pytest.mark.parametrize(("op", "name"), entries(0, SURVIVORS))
+def test_fault_is_killed_for_its_reason(op: str, name: str, matrices: dict[str, KillMatrix]) -> None:
+    (result,) = (result for result in matrices[op].faults if result.fault.name == name)
+    seen = Counter(outcome.verdict for outcome in result.judged)
+    assert result.status is Status.KILLED, f"{result.status}: {dict(seen)}, nearest {result.nearest}"
+
+
+@pytest.mark.parametrize(("op", "name"), entries(1, REJECTED))
+def test_variant_passes(op: str, name: str, matrices: dict[str, KillMatrix]) -> None:
+    (result,) = (result for result in matrices[op].variants if result.variant.name == name)
+    assert result.judged, "no case was judged"
+    assert [(one.case_id, one.gate, one.ratio) for one in result.rejections] == []
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_known_survivors_and_rejections_exist(op: str) -> None:
+    found, right = load(op)
+    assert {name for known, name in SURVIVORS if known == op} <= {fault.name for fault in found}
+    assert {name for known, name in REJECTED if known == op} <= {variant.name for variant in right}
+
+
+def case_of(op: str, family: str, dtype: str = "bfloat16", **changes: Any) -> Case:
+    """The first smoke case of a family, with other sizes."""
+    case = next(case for case in smoke_cases(op) if case.family == family and case.dtype == dtype)
+    return replace(case, sizes=case.sizes | changes)
+
+
+# survivors that a case of an existing family would kill
+MISSING_CASES = {
+    ("attention", "second_query_tile_sees_one_more"): case_of(
+        "attention", "diffuse", query_lens=[70], key_lens=[70], causal=True
+    ),
+    ("mla_prefill", "second_query_tile_sees_one_more"): case_of(
+        "mla_prefill", "diffuse", query_lens=[70], context_lens=[90]
+    ),
+    ("mla_prefill", "denominator_in_input_dtype"): case_of(
+        "mla_prefill", "exact-uniform", query_lens=[1], context_lens=[304], history_chunk_size=4096
+    ),
+    ("mla_prefill", "output_accumulated_in_input_dtype"): case_of(
+        "mla_prefill", "ramp-v", query_lens=[8], context_lens=[700], history_chunk_size=4096
+    ),
+}
+
+
+@pytest.mark.parametrize(("op", "name"), MISSING_CASES, ids=lambda value: value)
+def test_survivor_is_killed_by_the_case_that_smoke_lacks(op: str, name: str) -> None:
+    operation, case = operations.load(op), MISSING_CASES[op, name]
+    (fault,) = (fault for fault in load(op)[0] if fault.name == name)
+    (clean,) = (variant for variant in load(op)[1] if variant.name == "clean")
+    assert run_case(operation, wrap_function(clean.function, operation), case, CPU).verdict is Verdict.PASS
+    assert run_case(operation, wrap_function(fault.function, operation), case, CPU).verdict in fault.expects
+
+
+def arguments_of(op: str) -> dict[str, Any]:
+    """Inputs of a causal batch with history, float32, contiguous."""
+    lens = {"attention": {"key_lens": [9, 70], "causal": True, "layout": "packed"}}
+    lens["mla_prefill"] = {"context_lens": [9, 70], "layout": "split"}
+    case = case_of(op, "diffuse", "float32", query_lens=[3, 20], **lens[op])
+    return operations.load(op).inputs(case, CPU).arguments
+
+
+def answers(op: str, name: str, arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """``out`` of the clean twin and of a fault."""
+    clean, _ = TWINS[op](arguments)
+    (fault,) = (fault for fault in load(op)[0] if fault.name == name)
+    wrong, _ = fault.function(**arguments)
+    return clean, wrong
+
+
+def lower_every_logit(arguments: dict[str, Any]) -> None:
+    """Move the logits of every query by about -6e4, equally for all its keys."""
+    scale = arguments["softmax_scale"]
+    if "k" in arguments:
+        arguments["k"][..., 0], arguments["q"][..., 0] = 8.0, -6e4 / (8 * scale)
+        return
+    weight, latents = arguments["kv_b_proj"], arguments["kv_c"]
+    latents[..., 0] = torch.where(latents[..., 0].isnan(), torch.nan, 1.0)
+    weight[:, 0], arguments["q"][..., 0] = 0.0, -6e4 / (8 * scale)
+    weight[:, 0, 0] = 8.0
+
+
+@pytest.mark.parametrize(("op", "name"), [key for key, reason in SURVIVORS.items() if reason == NO_LOW_LOGITS])
+def test_low_logits_show_what_no_family_does(op: str, name: str) -> None:
+    arguments = arguments_of(op)
+    before, same = answers(op, name, arguments)
+    assert torch.allclose(before, same, atol=1e-5)
+    lower_every_logit(arguments)
+    clean, wrong = answers(op, name, arguments)
+    assert torch.isfinite(clean).all()
+    assert not torch.allclose(clean, wrong, atol=0.1)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_visible_nan_is_swallowed(op: str) -> None:
+    arguments = arguments_of(op)
+    key = ("k", 0) if op == "attention" else ("kv_c", int(arguments["slot_table"][arguments["request_rows"][0], 0]))
+    arguments[key[0]][key[1]] = torch.nan
+    clean, wrong = answers(op, "nan_swallowed", arguments)
+    assert clean[:3].isnan().all()
+    assert not wrong.isnan().any()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_held_result_changes_with_the_next_call(op: str) -> None:
+    arguments = arguments_of(op)
+    (fault,) = (fault for fault in load(op)[0] if fault.name == "output_is_a_workspace")
+    held, _ = fault.function(**arguments)
+    kept = held.clone()
+    fault.function(**{**arguments, "q": -arguments["q"]})
+    assert not torch.equal(held, kept)
+
+
+def test_a_token_in_slot_0_is_lost() -> None:
+    arguments = arguments_of("mla_prefill")
+    row = int(arguments["request_rows"][1])
+    slot = int(arguments["slot_table"][row, 5])
+    for name in ("kv_c", "k_pe"):
+        arguments[name][0] = arguments[name][slot]
+    arguments["slot_table"][row, 5] = 0
+    clean, wrong = answers("mla_prefill", "slot_0_taken_for_padding", arguments)
+    assert torch.isfinite(clean).all()
+    assert not torch.allclose(clean, wrong, atol=1e-3)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_clean_twin_agrees_with_the_oracle(op: str) -> None:
+    arguments = arguments_of(op)
+    oracle = getattr(importlib.import_module(f"assay.reference.{op}"), op)
+    wide = {
+        key: value.double() if key in ("q", "k", "v", "kv_c", "k_pe", "kv_b_proj") else value
+        for key, value in arguments.items()
+        if key != "history_chunk_size"
+    }
+    out, lse = TWINS[op](arguments)
+    expected, expected_lse = oracle(**wide)
+    assert torch.allclose(out.double(), expected, atol=1e-5)
+    assert torch.allclose(lse.double(), expected_lse, atol=1e-5)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_fault_and_variant_is_found_as_a_stranger_finds_it(op: str) -> None:
+    operation = operations.load(op)
+    found, right = load(op)
+    everything: list[Fault | Variant] = [*found, *right]
+    names = Counter(entry.name for entry in everything)
+    assert [name for name, count in names.items() if count > 1] == []
+    for entry in everything:
+        (kernel,) = find_kernels(operation, f"assay.harness.faults.{op}:{entry.name}")
+        assert kernel.name == entry.name
+        assert entry.op == op
+        assert entry.function.__doc__
+    assert len(right) >= 6
+
+
+def test_every_fault_has_an_origin() -> None:
+    assert [fault.name for op in OPS for fault in load(op)[0] if not (fault.rows or fault.source)] == []
+
+
+def test_each_row_of_the_catalogue_is_planted_or_left_out_with_a_reason() -> None:
+    # the catalogue files dense attention under mla_prefill
+    rows = {row["id"] for row in faults.catalogue() if row["family"] in OPS}
+    covered = {row for op in OPS for fault in load(op)[0] for row in fault.rows if row.startswith("FC-")}
+    left_out = {entry.row: entry.reason for op in OPS for entry in faults.not_applicable(op)}
+    assert rows
+    assert covered | set(left_out) == rows
+    assert covered & set(left_out) == set()
+    assert all(left_out.values())
+
+
+def test_each_name_of_the_specification_is_planted() -> None:
+    covered = {
+        row for op in OPS for fault in load(op)[0] for row in fault.rows if row.startswith("F") and "-" not in row
+    }
+    assert covered == SPEC_NAMES
+
+
+def test_rows_of_the_catalogue_are_complete() -> None:
+    path = Path(faults.__file__).parent / "catalogue.json"
+    rows = json.loads(path.read_text())
+    assert len({row["id"] for row in rows}) == len(rows)
+    assert [row for row in rows if not all(row[key] for key in ("id", "family", "trigger", "right", "mutant"))] == []
+
+
+def test_a_fault_must_expect_a_failure() -> None:
+    with pytest.raises(ValueError, match="expects must be failing verdicts, got none"):
+        faults.planted("attention")
+    with pytest.raises(ValueError, match="expects must be failing verdicts, got PASS"):
+        faults.planted("attention", Verdict.PASS)
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="op must be an operation with planted faults, got 'conv'"):
+        load("conv")
+    with pytest.raises(AttributeError, match="no fault or variant is called 'absent'"):
+        getattr(importlib.import_module("assay.harness.faults.attention"), "absent")  # noqa: B009
+
+
+def outcome(verdict: Verdict, case_id: str = "a", **values: Any) -> Outcome:
+    plain: dict[str, Any] = {
+        "family": "diffuse",
+        "dtype": "float32",
+        "gate": "",
+        "ratio": 0.0,
+        "text": "",
+        "seconds": 0.0,
+    }
+    return Outcome(case_id=case_id, verdict=verdict, **(plain | values))
+
+
+def fault_result(*outcomes: Outcome, sound: frozenset[str] = frozenset("a")) -> FaultResult:
+    fault = Fault(name="planted", op="attention", function=print, expects=frozenset({Verdict.NONFINITE}))
+    return FaultResult(fault=fault, outcomes=outcomes, sound=sound)
+
+
+def variant_result(*outcomes: Outcome) -> VariantResult:
+    return VariantResult(variant=Variant(name="right", op="attention", function=print), outcomes=outcomes)
+
+
+def matrix_of(*results: FaultResult, variant: VariantResult) -> KillMatrix:
+    return KillMatrix(op="attention", faults=results, variants=(variant,), not_applicable=(), cases=1, seconds=1.0)
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "status"),
+    [
+        ([], Status.NOT_JUDGED),
+        ([Verdict.UNSUPPORTED], Status.NOT_JUDGED),
+        ([Verdict.PASS], Status.SURVIVED),
+        ([Verdict.PASS, Verdict.NUMERIC], Status.WRONG_REASON),
+        ([Verdict.NUMERIC, Verdict.NONFINITE], Status.KILLED),
+    ],
+)
+def test_status_of_a_fault(verdicts: list[Verdict], status: Status) -> None:
+    assert fault_result(*map(outcome, verdicts)).status is status
+
+
+def test_a_case_that_a_variant_fails_proves_no_kill() -> None:
+    assert fault_result(outcome(Verdict.NONFINITE, "b"), outcome(Verdict.PASS)).status is Status.SURVIVED
+
+
+def test_a_matrix_passes_only_without_survivors_and_rejections() -> None:
+    killed, survivor = fault_result(outcome(Verdict.NONFINITE)), fault_result(outcome(Verdict.PASS))
+    right, rejected = variant_result(outcome(Verdict.PASS)), variant_result(outcome(Verdict.NUMERIC))
+    assert matrix_of(killed, variant=right).passed
+    assert not matrix_of(killed, survivor, variant=right).passed
+    assert not matrix_of(killed, variant=rejected).passed
+    assert not matrix_of(killed, variant=variant_result()).passed
+    assert not matrix_of(fault_result(), variant=right).passed
+
+
+def test_survivors_are_shown_first() -> None:
+    killed = fault_result(outcome(Verdict.NONFINITE, gate="G1 out", ratio=float("inf")))
+    survivor = fault_result(outcome(Verdict.PASS, gate="G4 envelope", ratio=0.5))
+    console = Console(width=160, file=io.StringIO())
+    console.print(render(matrix_of(killed, survivor, variant=variant_result(outcome(Verdict.PASS)))))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.index("faults that got away") < text.index("kills of cases") < text.index("correct variants")
+    assert "G4 envelope 0.5 x, diffuse float32" in text
+    assert "1/1 G1" in text
+    assert "attention: 2 faults (1 survived, 1 killed), 1 variants (0 rejected), 1 cases" in text
+
+
+def test_the_cheapest_family_runs_first() -> None:
+    def case(family: str, queries: int) -> Case:
+        return Case(op="attention", family=family, dtype="float32", seed=0, sizes={"query_lens": [queries], "heads": 2})
+
+    cases = [case("wide", 9), case("wide", 2), case("small", 4), case("small", 3)]
+    order = [(case.family, case.sizes["query_lens"]) for case in mutate.cheapest_first(cases)]
+    assert order == [("small", [3]), ("small", [4]), ("wide", [2]), ("wide", [9])]
+
+
+def test_progress_is_told_and_a_foreign_plan_is_refused() -> None:
+    told: list[tuple[int, int, str]] = []
+    cases = [case for case in smoke_cases("attention") if case.dtype == "bfloat16"][:1]
+    matrix = kill_matrix("attention", cases, CPU, progress=lambda *step: told.append(step))
+    found, right = load("attention")
+    names = [*(entry.name for entry in right), *(entry.name for entry in found), ""]
+    assert [name for _, _, name in told] == names
+    assert told[-1][:2] == (len(found) + len(right), len(found) + len(right))
+    assert {len(result.outcomes) for result in matrix.variants} == {1}
+    assert {len(result.outcomes) for result in matrix.faults} == {1}
+    with pytest.raises(ValueError, match="cases must hold at least one of mla_prefill, got none among 1"):
+        kill_matrix("mla_prefill", cases, CPU)
+
+
+def test_remembered_companions_change_no_verdict() -> None:
+    operation, case = operations.load("mla_prefill"), smoke_cases("mla_prefill")[0]
+    kernel = wrap_function(load("mla_prefill")[1][0].function, operation)
+    plain = run_case(operation, kernel, case, CPU)
+    remembering = cast(Operation, mutate._Remembering(operation))
+    with mutate._companions_once():
+        first, second = (run_case(remembering, kernel, case, CPU) for _ in range(2))
+    assert plain.gates == first.gates == second.gates
+
+
+def test_faults_of_repeatability_keep_their_reason() -> None:
+    # the same seed twice would make this fault right by chance
+    arguments = arguments_of("attention")
+    (fault,) = (fault for fault in load("attention")[0] if fault.name == "keys_summed_in_order_of_arrival")
+    answers = [fault.function(**arguments)[0] for _ in range(4)]
+    assert not all(same_bits(answers[0], other) for other in answers[1:])

@@ -1,0 +1,209 @@
+"""The scale statistic finds a bias that no element shows, in the stratum where it lies, and knows shared errors."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from builders import (
+    Style,
+    attention_case,
+    emulated,
+    failing,
+    gates_of,
+    mla_case,
+    operation_of,
+    rows_of,
+    stored,
+    true_answer,
+)
+from torch import Tensor
+
+from assay.harness.companions import companions
+from assay.harness.contract import Contract, default_contract
+from assay.harness.gates import Roundoffs
+from assay.harness.record import GateResult
+from assay.harness.strata import POOLED_SIGMAS, ScaleRows, pooled_scale
+
+POOLED = {f"G6 pooled scale by {kind}" for kind in ("all", "head", "request", "position", "last tile")}
+MARGIN = 2.0**-8 / 256
+BF16 = Contract(p="bf16", out="bf16")
+
+
+def mean_of(gate: GateResult) -> float:
+    """The pooled scale error that a gate reports."""
+    return float(gate.text.partition("mean scale error ")[2].partition(",")[0])
+
+
+def limit_of(gate: GateResult) -> float:
+    return float(gate.text.partition("limit ")[2].partition(",")[0])
+
+
+def test_g6_finds_a_scale_that_elements_and_rows_do_not_show() -> None:
+    case = attention_case("diffuse", "bfloat16", query_lens=[128], key_lens=[128], d_v=32)
+    out, lse = emulated(case, Style())
+    assert failing(gates_of(case, (out, lse))) == set()
+    exact, _ = true_answer(case)
+    gates = gates_of(case, stored((1.004 * exact, lse), case))
+    assert failing(gates)
+    assert failing(gates) <= POOLED
+    assert gates["G6 pooled scale by all"].ratio > 1.5
+    assert mean_of(gates["G6 pooled scale by all"]) == pytest.approx(0.004, rel=0.1)
+
+
+def test_g6_finds_a_padding_key_in_the_denominator() -> None:
+    case = attention_case("diffuse", "bfloat16", query_lens=[64], key_lens=[300], d_v=32)
+    _, lse = true_answer(case)
+    # one more key of logit 0, without a value
+    surplus = torch.exp(-lse)[..., None]
+    out, _ = true_answer(case)
+    gates = gates_of(case, stored((out / (1 + surplus), lse), case))
+    assert failing(gates)
+    assert failing(gates) <= POOLED
+
+
+def test_g6_finds_a_bias_of_the_last_tile_alone() -> None:
+    case = attention_case("diffuse", "bfloat16", query_lens=[512], key_lens=[512], d_v=32, num_heads=4)
+    out, lse = true_answer(case)
+    out[-64:] *= 1.0006
+    gates = gates_of(case, stored((out, lse), case))
+    assert failing(gates) == {"G6 pooled scale by last tile"}
+    found = gates["G6 pooled scale by last tile"]
+    assert found.text.startswith("last tile 1: ")
+    assert mean_of(found) == pytest.approx(0.0006, rel=0.2)
+    assert found.where is not None
+    assert found.where.token is not None
+    assert found.where.token >= 448
+
+
+def scale_rows(alpha: list[float], *, heads: list[int] | None = None, **given: Any) -> ScaleRows:
+    """Rows with unit variance, all independent, unless told otherwise."""
+    count = len(alpha)
+
+    def column(name: str, default: float) -> Tensor:
+        return torch.tensor(given.get(name, [default] * count), dtype=torch.float64)
+
+    def labels(name: str) -> Tensor:
+        return torch.tensor(given.get(name, [0] * count))
+
+    return ScaleRows(
+        alpha=torch.tensor(alpha, dtype=torch.float64),
+        independent=column("independent", 1.0),
+        shared=column("shared", 0.0),
+        drift=column("drift", 0.0),
+        used=torch.tensor(given.get("used", [True] * count)),
+        labels={
+            "head": torch.tensor(heads or [0] * count),
+            "request": labels("request"),
+            "position": labels("position"),
+            "last tile": labels("last_tile"),
+        },
+        tokens=torch.arange(count),
+    )
+
+
+def pooled(*blocks: ScaleRows) -> dict[str, GateResult]:
+    return {gate.gate.removeprefix("G6 pooled scale by "): gate for gate in pooled_scale(list(blocks), BF16)}
+
+
+def test_independent_errors_average_out() -> None:
+    gate = pooled(scale_rows([1.0] * 16))["all"]
+    assert mean_of(gate) == pytest.approx(1.0)
+    assert limit_of(gate) == pytest.approx(POOLED_SIGMAS / 4 + MARGIN, rel=1e-2)
+    assert gate.ratio == pytest.approx(1 / (POOLED_SIGMAS / 4 + MARGIN))
+
+
+def test_rows_count_by_the_inverse_of_their_variance() -> None:
+    gate = pooled(scale_rows([1.0, 4.0], independent=[1.0, 3.0]))["all"]
+    assert mean_of(gate) == pytest.approx(0.75 * 1.0 + 0.25 * 4.0)
+    assert gate.ratio == pytest.approx(1.75 / (POOLED_SIGMAS * math.sqrt(1 / (1 + 1 / 3)) + MARGIN))
+
+
+def test_errors_shared_by_a_head_of_a_request_do_not_average_out_within_it() -> None:
+    same = scale_rows([1.0] * 4, independent=[0.0] * 4, shared=[1.0] * 4)
+    apart = scale_rows([1.0] * 4, independent=[0.0] * 4, shared=[1.0] * 4, heads=[0, 1, 0, 1], request=[0, 0, 1, 1])
+    assert pooled(same)["all"].ratio == pytest.approx(1 / (POOLED_SIGMAS + MARGIN))
+    assert pooled(apart)["all"].ratio == pytest.approx(1 / (POOLED_SIGMAS / 2 + MARGIN))
+
+
+def test_drift_is_allowed_in_full() -> None:
+    gate = pooled(scale_rows([1.0] * 4, drift=[0.5] * 4))["all"]
+    assert gate.ratio == pytest.approx(1 / (POOLED_SIGMAS / 2 + 4 * 0.5 + MARGIN))
+    rows = scale_rows([6.0, -3.0], drift=[0.5, 0.5])
+    assert rows.ratio(7.0).tolist() == pytest.approx([6 / 9, 3 / 9])
+
+
+def test_each_kind_reports_its_worst_stratum_and_the_worst_row_of_it() -> None:
+    rows = scale_rows(
+        [0.1, 0.1, -5.0, -7.0], heads=[0, 0, 3, 3], request=[0, 1, 0, 1], position=[4, 5, 4, 5], last_tile=[0, 0, 0, 1]
+    )
+    gates = pooled(rows)
+    assert gates["head"].text.startswith("head 3: mean scale error -6")
+    assert gates["head"].where is not None
+    assert (gates["head"].where.head, gates["head"].where.token) == (3, 3)
+    assert gates["request"].text.startswith("request 1: ")
+    assert gates["request"].where is not None
+    assert (gates["request"].where.request, gates["request"].where.token) == (1, 3)
+    assert gates["last tile"].text.startswith("last tile 1: mean scale error -7")
+    assert gates["position"].text.startswith("position 5: ")
+
+
+def test_rows_without_a_scale_are_left_out() -> None:
+    rows = scale_rows([0.5, math.nan], used=[True, False])
+    assert pooled(rows)["all"].text.endswith("1 rows")
+    assert rows.ratio(7.0).tolist() == pytest.approx([0.5 / 7, 0.0])
+    assert pooled(scale_rows([1.0], used=[False])) == {}
+    assert pooled() == {}
+
+
+def test_a_scale_that_is_no_number_is_beyond_every_limit() -> None:
+    gates = pooled(scale_rows([0.5, math.nan]))
+    assert {gate.ratio for gate in gates.values()} == {math.inf}
+
+
+def test_blocks_are_pooled_together() -> None:
+    one, two = scale_rows([1.0] * 8), scale_rows([1.0] * 8)
+    assert pooled(one, two)["all"].ratio == pooled(scale_rows([1.0] * 16))["all"].ratio
+
+
+def test_the_statistics_of_a_block_are_those_of_its_rows() -> None:
+    case = attention_case(dtype="bfloat16", query_lens=[80], key_lens=[90])
+    (rows,) = rows_of(case)
+    out, _ = true_answer(case)
+    c, contract = companions(rows), default_contract("bfloat16", projected=False, splits=False)
+    u = Roundoffs.of(contract, rows)
+    scale = ScaleRows.of(c, u, rows, 1.01 * out)
+    torch.testing.assert_close(scale.alpha, torch.full_like(scale.alpha, 0.01), rtol=1e-9, atol=0)
+    unit = 2.0**-8
+    expected = ((unit**2 + u.ex2**2) * c.scale_p + unit**2 * c.scale_out + 2.0**-48 * c.scale_sum) / 3
+    expected = expected + 2.0**-48 * c.scale_fp32
+    torch.testing.assert_close(scale.independent, expected.flatten(), rtol=1e-9, atol=0)
+    # nothing is projected, so that no row shares an error
+    assert float(scale.shared.abs().max()) == 0.0
+    assert scale.labels["head"].tolist() == [0, 1] * 80
+    assert scale.labels["position"].tolist() == [int(math.log2(11 + i // 2)) for i in range(160)]
+    assert scale.labels["last tile"].tolist() == [int(i >= 32) for i in range(160)]
+    assert scale.tokens.tolist() == [i // 2 for i in range(160)]
+
+
+def test_rounded_projections_are_shared_errors() -> None:
+    case = mla_case(dtype="bfloat16")
+    rows = rows_of(case)[0]
+    out, _ = true_answer(case)
+    c = companions(rows)
+    u = Roundoffs.of(operation_of(case).default_contract(case), rows)
+    scale = ScaleRows.of(c, u, rows, out[rows.tokens])
+    unit, projection = 2.0**-8, 2.0**-24 * math.sqrt(32)
+    expected = unit**2 * (c.scale_value + c.scale_key)
+    expected = expected + projection**2 * (c.scale_value_terms + c.scale_key_terms)
+    torch.testing.assert_close(scale.shared, expected.flatten() / 3, rtol=1e-9, atol=0)
+
+
+def test_a_row_without_keys_has_no_scale() -> None:
+    case = attention_case(query_lens=[4], key_lens=[2])
+    (rows,) = rows_of(case)
+    out, _ = true_answer(case)
+    c = companions(rows)
+    scale = ScaleRows.of(c, Roundoffs.of(operation_of(case).default_contract(case), rows), rows, out)
+    assert scale.used.view(4, 2).all(1).tolist() == [False, False, True, True]
+    assert bool(scale.ratio(7.0).isfinite().all())
