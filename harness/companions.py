@@ -15,8 +15,9 @@ from .operation import Rows
 
 # elements of the largest [rows, keys, dims] intermediate
 BLOCK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 26}
-# random directions in the estimate of a trace
-PROBES = 8
+# keys up to which all pairs are summed, and random directions beyond
+PAIRED_KEYS = 1024
+PROBES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,8 +167,9 @@ def _freedom(v: Tensor, keys: _KeySums, p: Tensor, out: Tensor) -> dict[str, Ten
 def degrees_of_freedom(weights: Tensor, v: Tensor, center: Tensor) -> Tensor:
     """``tr(M)^2 / tr(M^2)`` of ``M = sum_j w_j (v_j - c)(v_j - c)^T``, row by row.
 
-    The square of an error with covariance ``M`` is spread like a chi-square of that many degrees of freedom. The trace
-    of the square is estimated from random probes, and from one step of the power method where one direction rules.
+    The square of an error with covariance ``M`` is spread like a chi-square of that many degrees of freedom. Over few
+    keys the trace of the square is summed pair by pair; over many it is estimated from random probes, and from one step
+    of the power method where one direction rules.
 
     Args:
         weights: ``[n, S]``, not negative.
@@ -177,6 +179,24 @@ def degrees_of_freedom(weights: Tensor, v: Tensor, center: Tensor) -> Tensor:
     Returns:
         ``[n]``, at least 1.
     """
+    total = weights.sum(-1)
+    trace = weights @ v.square().sum(-1) - 2 * (center * (weights @ v)).sum(-1) + center.square().sum(-1) * total
+    square = _square_by_pairs(weights, v, center) if len(v) <= PAIRED_KEYS else _square_by_probes(weights, v, center)
+    return (trace.square() / square.clamp(min=1e-300)).clamp(min=1.0)
+
+
+def _square_by_pairs(weights: Tensor, v: Tensor, center: Tensor) -> Tensor:
+    """``sum_jk w_j w_k ((v_j - c) . (v_k - c))^2``, expanded so that the inner products are shared by all rows."""
+    products, along, norm, total = v @ v.T, center @ v.T, center.square().sum(-1), weights.sum(-1)
+    first, second = (weights * along).sum(-1), (weights * along.square()).sum(-1)
+    shifts = 2 * total * second + 2 * first.square() - 4 * norm * total * first + (norm * total).square()
+    crossed = ((weights * along) @ products * weights).sum(-1)
+    plain = (weights @ products * weights).sum(-1)
+    return (weights @ products.square() * weights).sum(-1) + shifts - 4 * crossed + 2 * norm * plain
+
+
+def _square_by_probes(weights: Tensor, v: Tensor, center: Tensor) -> Tensor:
+    """``E |M g|^2`` over normal ``g``, or ``|M d|^2`` of the strongest direction if that is larger."""
 
     def apply(along: Tensor) -> Tensor:
         # M g for one vector g per row: along is (v_j - c) . g, [n, S]
@@ -189,10 +209,7 @@ def degrees_of_freedom(weights: Tensor, v: Tensor, center: Tensor) -> Tensor:
     norms = [image.square().sum(-1) for image in images]
     direction = images[0] / norms[0].sqrt().clamp(min=1e-300)[:, None]
     strongest = apply(direction @ v.T - (direction * center).sum(-1, keepdim=True)).square().sum(-1)
-    square = torch.maximum(torch.stack(norms).mean(0), strongest)
-    total = weights.sum(-1)
-    trace = weights @ v.square().sum(-1) - 2 * (center * (weights @ v)).sum(-1) + center.square().sum(-1) * total
-    return (trace.square() / square.clamp(min=1e-300)).clamp(min=1.0)
+    return torch.maximum(torch.stack(norms).mean(0), strongest)
 
 
 def _logit_sums(rows: Rows, head: int, keys: _KeySums) -> dict[str, Tensor]:

@@ -1,7 +1,11 @@
 """The kernel's side of a judgement: run it under poison, again, on other contents. No oracle takes part in it."""
 
+import math
 import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +23,7 @@ from .record import GateResult, Location, Verdict
 from .replays import replay_gates
 
 NAMES = ("out", "lse")
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(torch.__file__).parents[1] / "triton"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,33 +69,33 @@ def execute(operation: Operation, kernel: Kernel, case: Case, inputs: Inputs, de
             contract, outline = kernel.contract(case), operation.outline(case)
             given = prepared(inputs, kernel, case, contract, outline)
             return _restated(_execute(kernel, contract, outline, given, device), kernel.conventions, outline)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return _raised(error)
 
 
 def _execute(
     kernel: Kernel, contract: Contract, outline: Outline, inputs: Inputs, device: torch.device
 ) -> Execution | Stop:
-    with poisoned_allocations(float("nan")) as allocations:
-        run = kernel.bind(inputs.arguments)
-        answer = run()
-        _wait(device)
-    stop = _overran(allocations) or _structure(answer, outline, contract, inputs)
-    if stop is not None:
-        return stop
-    # kept by value: a kernel may hand out its own buffer again at the next call
-    first = _copy(answer)
-    with poisoned_allocations(SENTINEL) as allocations:
-        second = _copy(run())
-        _wait(device)
-    stop = _overran(allocations) or _unwritten(first, second)
-    if stop is not None:
-        return stop
-    last = _copy(run())
-    _wait(device)
-    written = inputs.ledger.written(allowed=contract.mutates)
-    if written:
-        return Stop(verdict=Verdict.MUTATED_INPUT, text=f"wrote its input {', '.join(written)}")
+    run: Callable[[], Any] | None = None
+    answers: list[tuple[Tensor, Tensor]] = []
+    for fill in (math.nan, SENTINEL, None):
+        with poisoned_allocations(fill) if fill is not None else nullcontext() as allocations:
+            run = run or kernel.bind(inputs.arguments)
+            answer = run()
+            _wait(device)
+        stop = (_overran(allocations) if allocations else None) or _structure(answer, outline, contract, inputs)
+        if stop is not None:
+            return stop
+        # kept by value: a kernel may hand out its own buffer again at the next call
+        answers.append(_copy(answer))
+        written = inputs.ledger.written(allowed=contract.mutates)
+        if written:
+            return Stop(verdict=Verdict.MUTATED_INPUT, text=f"wrote its input {', '.join(written)}")
+        inputs.ledger.restore(contract.mutates)
+    first, second, last = answers
+    stop = _unwritten(first, second)
+    if stop is not None or run is None:
+        return stop or Stop(verdict=Verdict.CRASH, text="the kernel was never bound")
     gates = _repeats(first, second, last) if contract.deterministic else []
     if not bool(outline.empty_rows.all()):
         gates += replay_gates(run, inputs.arguments, contract, first)
@@ -111,7 +116,7 @@ def _restated(result: Execution | Stop, conventions: Conventions, outline: Outli
     return replace(result, first=first, last=last, conventions=conventions)
 
 
-def _raised(error: Exception) -> Stop:
+def _raised(error: Exception | SystemExit) -> Stop:
     if isinstance(error, InterpretedBfloat16Error | NotImplementedError):
         return Stop(verdict=Verdict.UNSUPPORTED, text=str(error))
     if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
@@ -119,9 +124,11 @@ def _raised(error: Exception) -> Stop:
     return Stop(verdict=Verdict.CRASH, text=describe(error))
 
 
-def describe(error: Exception) -> str:
-    """The error and where it was raised, the judge's own allocation hook aside."""
-    place = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != poison.__file__][-1]
+def describe(error: BaseException) -> str:
+    """The error and the last place outside of torch, triton and the judge's allocation hook where it passed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES) and frame.filename != poison.__file__]
+    place = (own or frames)[-1]
     return f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
 
 

@@ -184,6 +184,8 @@ def latent_values(
     w_uk = normal(num_heads, d_nope, kv_lora_rank) / math.sqrt(kv_lora_rank)
     w_uv = normal(num_heads, d_v, kv_lora_rank) / math.sqrt(kv_lora_rank)
     if family in ("constant-v", "ramp-v"):
+        if kv_lora_rank < 2:
+            raise ValueError(f"kv_lora_rank must be at least 2 for {family}, got {kv_lora_rank}")
         kv_c[:, 0], kv_c[:, 1] = 1.0, tokens.ramp
         w_uk[..., :2] = 0.0
         w_uv *= NOISE
@@ -191,11 +193,14 @@ def latent_values(
     elif family == "peaked":
         q *= 8
     elif family == "shifted":
-        # the shifting key dimension is the constant channel alone, so that its projection is exact
-        kv_c[:, 0] = 1.0
-        w_uk[:, 0, :] = 0.0
-        w_uk[:, 0, 0] = 8.0
-        q[..., 0] = (1 - 2 * (torch.arange(num_heads) % 2).float()) * LOGIT_SHIFT / softmax_scale / 8
+        sign = 1 - 2 * (torch.arange(num_heads) % 2).float()
+        q[..., -1 if d_rope else 0] = sign * LOGIT_SHIFT / softmax_scale / 8
+        if d_rope:
+            k_pe[:, -1] = 8.0
+        else:
+            # the shifting key dimension is the constant channel alone, so that its projection is exact
+            kv_c[:, 0], w_uk[:, 0, :] = 1.0, 0.0
+            w_uk[:, 0, 0] = 8.0
     elif family != "diffuse":
         raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
     return q, kv_c, k_pe, torch.cat([w_uk, w_uv], dim=1)

@@ -83,6 +83,11 @@ def _merge_error(c: Companions, u: Roundoffs) -> Tensor:
     return (u.merge * (1 + torch.where(c.visible > 0, c.lse.abs(), 0.0)))[..., None]
 
 
+def _normaliser(c: Companions, u: Roundoffs) -> Tensor:
+    """Relative error of weights that are divided by ``exp(lse)``, the lse being stored first; ``[n, h, 1]``."""
+    return (u.lse * torch.where(c.visible > 0, c.lse.abs(), 0.0))[..., None]
+
+
 def hard_envelope(c: Companions, u: Roundoffs, contract: Contract, d_qk: int) -> Tensor:
     """G4, ``[n, h, Dv]``: no honest kernel has an element beyond it."""
     eta = logit_error(c, u, d_qk)[..., None]
@@ -92,6 +97,7 @@ def hard_envelope(c: Companions, u: Roundoffs, contract: Contract, d_qk: int) ->
         u.out * c.out.abs()
         + (u.p + u.projected + u.ex2 + sums + u.split) * c.magnitude
         + u.from_p * (c.magnitude + c.out.abs())
+        + 2 * _normaliser(c, u) * c.magnitude
         + (2 * torch.expm1(eta) + _merge_error(c, u)) * c.spread
         + 4 * u.projection * c.value_terms
         + underflow
@@ -101,11 +107,15 @@ def hard_envelope(c: Companions, u: Roundoffs, contract: Contract, d_qk: int) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variances:
-    """G5, each ``[n, h, Dv]``: of errors independent per element, of rounded weights, of rounded keys and logits."""
+    """G5, each ``[n, h, Dv]``: of errors independent per element, of rounded weights, of rounded keys and logits.
+
+    ``row`` is of one error that scales the whole row.
+    """
 
     element: Tensor
     weight: Tensor
     key: Tensor
+    row: Tensor
 
     @classmethod
     def of(cls, c: Companions, u: Roundoffs) -> "Variances":
@@ -115,12 +125,13 @@ class Variances:
         weight = (u.p**2 + u.ex2**2) * c.power + u.from_p**2 * c.out.square() / c.n_eff[..., None]
         key = u.projected**2 * c.key_spread + u.logits**2 * c.logit_spread + u.projection**2 * c.key_terms_spread
         sums = u.qk_acc**2 * c.fp32_spread + _merge_error(c, u).square() * c.split_spread
-        return cls(element=element / 3, weight=weight / 3, key=key / 3 + sums)
+        row = (2 * _normaliser(c, u) * c.out).square()
+        return cls(element=element / 3, weight=weight / 3, key=key / 3 + sums, row=row / 3)
 
     @property
     def total(self) -> Tensor:
         """``[n, h]``, over the row."""
-        return (self.element + self.weight + self.key).sum(-1).clamp(min=1e-300)
+        return (self.element + self.weight + self.key + self.row).sum(-1).clamp(min=1e-300)
 
     def freedom(self, c: Companions) -> Tensor:
         """Degrees of freedom of the row's squared error, ``[n, h]``; parts combine as if they had one direction."""
@@ -128,6 +139,7 @@ class Variances:
             (self.element, torch.full_like(c.lse, self.element.shape[-1])),
             (self.weight, c.weight_dof),
             (self.key, c.key_dof),
+            (self.row, torch.ones_like(c.lse)),
         )
         return 1 / sum(part.sum(-1) / self.total / dof.sqrt() for part, dof in parts).square()
 
@@ -181,9 +193,14 @@ def exact_elements(c: Companions, rows: Rows, out_dtype: torch.dtype, family: st
     """
     if family == "exact-one-hot":
         return (c.visible[..., None] > 0).expand_as(c.out)
-    representable = (c.out.to(out_dtype).double() == c.out) & (c.out != 0)
-    stored = (c.split_means.to(out_dtype).double() == c.split_means).all(dim=2)
-    return representable & stored & _power_of_two_stretches(rows)[:, None, None]
+    whole = _representable(c.out, out_dtype) & (c.out != 0)
+    stored = _representable(c.split_means, out_dtype).all(dim=2)
+    return whole & stored & _power_of_two_stretches(rows)[:, None, None]
+
+
+def _representable(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Whether a dtype holds the values, up to the noise of float64 sums."""
+    return (values - values.to(dtype).double()).abs() <= 2.0**-40 * values.abs()
 
 
 def _power_of_two_stretches(rows: Rows) -> Tensor:
@@ -221,7 +238,7 @@ class Tally:
         if self._family in EXACT_FAMILIES:
             dtype = out.dtype if out.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
             exact = exact_elements(c, rows, dtype, self._family)
-            wrong = exact & (got.to(dtype).double() != c.out)
+            wrong = exact & (got.to(dtype) != c.out.to(dtype))
             self._keep("G3 exact", torch.where(wrong, math.inf, 0.0), rows, got, c.out)
         envelope = hard_envelope(c, u, self._contract, d_qk)
         over_envelope = error.abs() / envelope

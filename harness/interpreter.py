@@ -26,7 +26,7 @@ def no_interpreted_bfloat16() -> Iterator[None]:
     launch = GridExecutor.__call__
 
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for value in (*args, *kwargs.values()):
+        for value in _flat((args, tuple(kwargs.values()))):
             base = getattr(value, "base", value)
             if isinstance(base, torch.Tensor) and base.dtype == torch.bfloat16:
                 raise InterpretedBfloat16Error(
@@ -39,3 +39,12 @@ def no_interpreted_bfloat16() -> Iterator[None]:
         yield
     finally:
         GridExecutor.__call__ = launch
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """The leaves of nested tuples and lists: a kernel may take its tensors in tuples."""
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from _flat(item)
+    else:
+        yield value

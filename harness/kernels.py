@@ -229,6 +229,8 @@ def _load_file(path: Path) -> ModuleType:
     sys.path.insert(0, str(path.resolve().parent))
     try:
         spec.loader.exec_module(module)
+    except SystemExit as error:
+        raise KernelNotFoundError(f"--kernel must name a file that can be imported, but {path} exits") from error
     finally:
         sys.path.remove(str(path.resolve().parent))
     return module

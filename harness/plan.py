@@ -7,6 +7,7 @@ from typing import Any
 
 from .case import Case, plan_digest
 from .operation import CaseRequest, Operation
+from .operations import NAMES
 
 TIERS = ("smoke", "full")
 DTYPES = ("float32", "float16", "bfloat16")
@@ -31,6 +32,8 @@ def plan_cases(operations: list[Operation], request: CaseRequest, selection: Sel
     Raises:
         UsageError: If nothing is left, or the shapes file is not understood.
     """
+    if selection.shapes is not None and (request.geometry or request.heads):
+        raise UsageError("--shapes must stand alone: --geometry and --heads would change nothing beside it")
     cases = []
     for operation in operations:
         cases += _shape_cases(operation, request, selection.shapes) if selection.shapes else operation.cases(request)
@@ -63,7 +66,13 @@ def _shape_cases(operation: Operation, request: CaseRequest, path: Path) -> list
             content = tomllib.load(stream)
         except tomllib.TOMLDecodeError as error:
             raise UsageError(f"--shapes must be valid TOML, got {path}: {error}") from error
-    tables = [table for table in content.get("case", []) if table.get("op") == operation.name]
+    tables = content.get("case", [])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise UsageError(f"--shapes must hold a list of tables [[case]], got {type(tables).__name__} in {path}")
+    unknown = [table.get("op") for table in tables if table.get("op") not in NAMES]
+    if unknown:
+        raise UsageError(f"op of a case must be one of {', '.join(NAMES)}, got {unknown[0]!r} in {path}")
+    tables = [table for table in tables if table["op"] == operation.name]
     return [_shape_case(operation, request, table, dtype) for table in tables for dtype in request.dtypes]
 
 

@@ -55,19 +55,18 @@ class Ledger:
             if name not in allowed and not same_bits(buffer, self.copies[name])
         ]
 
-    def restore(self) -> None:
-        """Undo whatever a kernel did to its inputs."""
+    def restore(self, names: tuple[str, ...] | None = None) -> None:
+        """Undo whatever a kernel did to its inputs, or to the named ones of them."""
         for name, buffer in self.buffers.items():
-            buffer.copy_(self.copies[name])
+            if names is None or name in names:
+                buffer.copy_(self.copies[name])
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors hold the same bytes; NaNs compare by their bits."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    views = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    as_bits = views[a.element_size()]
-    return bool(torch.equal(a.contiguous().view(as_bits), b.contiguous().view(as_bits)))
+    return bool(torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)))
 
 
 @dataclass(slots=True)
@@ -102,9 +101,9 @@ class _PoisonMode(TorchFunctionMode):
         return result
 
     def _poisoned(self, fresh: Tensor) -> Tensor:
-        if fresh.layout != torch.strided or fresh.is_quantized or fresh.is_pinned():
+        if fresh.layout != torch.strided or fresh.is_quantized or fresh.is_meta or fresh.is_pinned():
             return fresh
-        value = self._allocations.fill if fresh.is_floating_point() else int(SENTINEL)
+        value = self._allocations.fill if _has_nan(fresh) else int(SENTINEL)
         if not fresh.is_contiguous():
             return _fill(fresh, value)
         count = fresh.numel()
@@ -126,6 +125,10 @@ _UNINITIALISED = {
 }
 
 
+def _has_nan(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def _guard_fill(band: Tensor) -> float:
     return 1 if band.dtype == torch.bool or not band.dtype.is_signed else -77
 
@@ -133,7 +136,7 @@ def _guard_fill(band: Tensor) -> float:
 def _fill(tensor: Tensor, value: float) -> Tensor:
     if tensor.dtype == torch.bool or not tensor.dtype.is_signed:
         value = 1
-    elif not tensor.is_floating_point():
+    elif not _has_nan(tensor):
         value = max(int(value), torch.iinfo(tensor.dtype).min)
     return tensor.fill_(value)
 

@@ -30,7 +30,7 @@ class ScaleRows:
         alpha: Relative error of scale; 0 in rows left out.
         independent: Its variance from errors that other rows do not share.
         shared: Its variance from rounded keys and values, which all rows of a request and head share.
-        drift: What the float32 sums may add, the same sign in every row.
+        drift: A quarter of what float32 sums and the rounded lse may add, the same sign in every row.
         used: Rows that count.
         labels: Stratum of each row, by kind.
         tokens: Packed token of each row.
@@ -68,7 +68,7 @@ class ScaleRows:
             alpha=alpha.flatten(),
             independent=independent.flatten(),
             shared=shared.flatten(),
-            drift=(c.visible.sqrt() * u.pv_acc).flatten(),
+            drift=(c.visible.sqrt() * u.pv_acc + 0.5 * u.lse * torch.where(used, c.lse.abs(), 0.0)).flatten(),
             used=used.flatten(),
             labels={name: label.flatten() for name, label in labels.items()},
             tokens=rows.tokens.to(alpha.device)[:, None].expand_as(alpha).flatten(),

@@ -124,7 +124,6 @@ def test_a_shapes_file_that_is_not_understood_is_a_usage_error(tmp_path: Path, t
         planned(shapes_file(tmp_path, text))
 
 
-@pytest.mark.xfail(reason="tables of an unknown operation are dropped, and one table is taken for a list", strict=True)
 @pytest.mark.parametrize(
     "text", [SHAPES + SHAPES.replace('"attention"', '"atention"'), SHAPES.replace("[[case]]", "[case]")]
 )
@@ -133,7 +132,6 @@ def test_no_table_of_a_shapes_file_is_dropped(tmp_path: Path, text: str) -> None
         planned(shapes_file(tmp_path, text))
 
 
-@pytest.mark.xfail(reason="a geometry or heads beside a shapes file are ignored", strict=True)
 def test_options_that_a_shapes_file_overrides_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         planned(shapes_file(tmp_path, SHAPES), chosen=[BOTH[0]], geometry=(20, 12), heads=3)

@@ -155,7 +155,7 @@ def test_refusals() -> None:
         merge_states(out, lse, torch.zeros(3, 2, 5), lse)
     with pytest.raises(ValueError, match=r"the second lse must have shape \(3, 2\), got \(2, 3\)"):
         merge_into(out, lse, out.clone(), lse.t())
-    with pytest.raises(TypeError, match=r"out must be float32, got torch.float16"):
+    with pytest.raises(TypeError, match=r"out must be torch.float32, got torch.float16"):
         merge_into(out.half(), lse, out.clone(), lse.clone())
     with pytest.raises(TypeError, match="the second out must be floating"):
         merge_states(out, lse, out.int(), lse)

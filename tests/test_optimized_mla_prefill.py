@@ -138,7 +138,6 @@ def test_long_indices_are_the_same_indices() -> None:
     assert torch.equal(lse, again_lse)
 
 
-@pytest.mark.xfail(reason="the merge refuses the float64 running result", raises=TypeError, strict=True)
 def test_float64_is_served_with_history_too() -> None:
     given = in_dtype(arguments_of(mla_case()), torch.float64)
     out, lse = forward(given, planned(mla_case(), given))

@@ -1,0 +1,221 @@
+"""``PRECISION_DOWNGRADE``: right mathematics in a lower precision than the contract declares, named as such.
+
+The verdict is reached over all cases of a run that a kernel judged under one contract. A wrong kernel may fit a looser
+contract on one family, a missing key on diffuse data for instance, so a downgrade is named only if the kernel fails its
+contract and, under the contract with one field a step lower, on every case of every family
+
+* passes all gates,
+* uses up what the field allows: the median over the families of its row errors lies between 0.3 and 1.1 of the
+  prediction, families aside where the field hardly changes the prediction, and
+* has no bias: the pooled scale error stays within half of its limit.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+
+from .case import Case
+from .contract import Contract, Precision
+from .execution import Execution, Stop, execute
+from .families import EXACT_FAMILIES
+from .gates import judge_answers, nonfinite_gates
+from .operation import Kernel, Operation
+from .record import Record, Verdict
+from .runner import Exam
+
+# one step down, nearest first: where two formats may follow, the size of the errors tells which one it is
+STEPS: dict[str, dict[Precision, tuple[Precision, ...]]] = {
+    "p": {"fp32": ("tf32", "bf16"), "fp16": ("bf16", "e4m3"), "bf16": ("e4m3",)},
+    "logits": {"fp32": ("fp16", "bf16")},
+    "qk_acc": {"fp32": ("tf32", "bf16")},
+    "pv_acc": {"fp32": ("fp16", "bf16")},
+    "projected": {"fp32": ("fp16", "bf16"), "fp16": ("bf16", "e4m3"), "bf16": ("e4m3",)},
+    "splits_store": {"fp32": ("fp16", "bf16"), "fp16": ("bf16",)},
+}
+# one switch of a library cuts the operands of both products
+TOGETHER: tuple[tuple[tuple[str, ...], Precision, Precision], ...] = ((("qk_acc", "p"), "fp32", "tf32"),)
+# without each of these a wrong kernel of some kind fits: they show denominators, constant factors, single keys
+NEEDED_FAMILIES = frozenset({"diffuse", "constant-v", "peaked"})
+LEAST_RMS, MOST_RMS = 0.3, 1.1
+MOST_BIAS = 0.5
+# a prediction that the lower field raises by less says nothing about the field
+LEAST_SENSITIVITY = 2.0
+FEWEST_MEASURED_FAMILIES = 2
+JUDGED = (Verdict.PASS, Verdict.NUMERIC)
+NOT_JUDGED = (Verdict.UNSUPPORTED, Verdict.INVALID_CASE)
+
+Ask = Callable[[Exam], Execution | Stop]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """How an answer fits a lower contract.
+
+    Attributes:
+        passed: Whether all gates hold.
+        rms: Median error of its rows in units of what the lower contract predicts; None where too few rows show it, or
+            where the lower field hardly changes the prediction.
+        bias: Pooled scale error over all rows, in units of its limit under the lower contract.
+    """
+
+    passed: bool
+    rms: float | None
+    bias: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """One case: whether the declared contract holds, and the fit of each lower one, by its label."""
+
+    declared: bool
+    lower: Mapping[str, Fit]
+
+
+def downgraded(contract: Contract) -> list[tuple[str, Contract]]:
+    """The contracts one step below, each with a label such as ``p: declared bf16, fits e4m3``."""
+    found = []
+    for field, steps in STEPS.items():
+        declared = getattr(contract, field)
+        for lower in steps.get(declared, ()):
+            found.append((f"{field}: declared {declared}, fits {lower}", contract.promising(**{field: lower})))
+    for names, declared, lower in TOGETHER:
+        if all(getattr(contract, name) == declared for name in names):
+            label = f"{' and '.join(names)}: declared {declared}, fit {lower}"
+            found.append((label, contract.promising(**dict.fromkeys(names, lower))))
+    return found
+
+
+def name_downgrade(evidence_by_family: Mapping[str, Sequence[Evidence]]) -> str | None:
+    """The label of the lower contract that explains a run, or None if none does.
+
+    Args:
+        evidence_by_family: Every judged case of a kernel under one contract.
+    """
+    every = [evidence for cases in evidence_by_family.values() for evidence in cases]
+    if not NEEDED_FAMILIES <= {family for family, cases in evidence_by_family.items() if cases}:
+        return None
+    if all(evidence.declared for evidence in every):
+        return None
+    labels = dict.fromkeys(label for evidence in every for label in evidence.lower)
+    fitting = {label: _tightness(label, evidence_by_family) for label in labels}
+    named = {label: rms for label, rms in fitting.items() if rms is not None}
+    # of several that fit, the one whose prediction the errors use up most
+    return max(named, key=lambda label: named[label], default=None)
+
+
+def _tightness(label: str, evidence_by_family: Mapping[str, Sequence[Evidence]]) -> float | None:
+    """Median error over the families in units of the prediction; None if the lower contract does not explain all."""
+    medians = []
+    for cases in evidence_by_family.values():
+        fits = [evidence.lower.get(label) for evidence in cases]
+        if any(fit is None or not fit.passed or fit.bias > MOST_BIAS for fit in fits):
+            return None
+        measured = [fit.rms for fit in fits if fit is not None and fit.rms is not None]
+        if measured:
+            medians.append(median(measured))
+    if len(medians) < FEWEST_MEASURED_FAMILIES or not LEAST_RMS < median(medians) <= MOST_RMS:
+        return None
+    return median(medians)
+
+
+def reassess(
+    operation: Operation, kernel: Kernel, cases: Sequence[Case], records: Sequence[Record], device: torch.device
+) -> list[Record]:
+    """The records of a run, ``NUMERIC`` turned into ``PRECISION_DOWNGRADE`` where a lower precision explains them all.
+
+    Args:
+        operation: Of the kernel.
+        kernel: The candidate, asked again on the judged cases if any verdict is ``NUMERIC``.
+        cases: Of the run.
+        records: Of the run; those of other kernels and operations are handed back as they are.
+        device: Where to run.
+    """
+
+    def ask(exam: Exam) -> Execution | Stop:
+        return execute(operation, kernel, exam.case, exam.inputs, device)
+
+    return reassess_answers(operation, kernel.name, ask, cases, records, device)
+
+
+def reassess_answers(
+    operation: Operation,
+    kernel_name: str,
+    ask: Ask,
+    cases: Sequence[Case],
+    records: Sequence[Record],
+    device: torch.device,
+) -> list[Record]:
+    """The same for a kernel that lives elsewhere; ``ask`` runs it on the inputs of an exam."""
+    by_id = {case.id: case for case in cases}
+    own = [record for record in records if (record.op, record.kernel) == (operation.name, kernel_name)]
+    own = [record for record in own if record.case["id"] in by_id and record.verdict not in NOT_JUDGED]
+    explained: dict[str, str] = {}
+    # cases of one dtype are under one contract; those that failed come first, since they rule out most at once
+    for dtype in dict.fromkeys(record.case["dtype"] for record in own):
+        group = [record for record in own if record.case["dtype"] == dtype]
+        failed = [record for record in group if record.verdict is Verdict.NUMERIC]
+        if failed and all(record.verdict in JUDGED for record in group):
+            group.sort(key=lambda record: record.verdict is Verdict.PASS)
+            label = _explanation(operation, ask, [by_id[record.case["id"]] for record in group], device)
+            explained |= {record.case["id"]: label for record in failed if label is not None}
+    return [
+        replace(record, verdict=Verdict.PRECISION_DOWNGRADE, text=f"{explained[record.case['id']]}; {record.text}")
+        if record in own and record.verdict is Verdict.NUMERIC and record.case["id"] in explained
+        else record
+        for record in records
+    ]
+
+
+def _explanation(operation: Operation, ask: Ask, cases: Iterable[Case], device: torch.device) -> str | None:
+    """The lower contract that explains the answers to all cases, if there is one."""
+    evidence: dict[str, list[Evidence]] = {}
+    alive: list[str] | None = None
+    for case in cases:
+        exam = Exam(operation, case, device)
+        execution = ask(exam)
+        if isinstance(execution, Stop):
+            return None
+        found = case_evidence(exam, execution, alive)
+        alive = [label for label, fit in found.lower.items() if fit.passed and fit.bias <= MOST_BIAS]
+        if not alive:
+            return None
+        evidence.setdefault(case.family, []).append(found)
+    return name_downgrade(evidence)
+
+
+def case_evidence(exam: Exam, execution: Execution, labels: Sequence[str] | None = None) -> Evidence:
+    """How an answer fits the declared contract and the lower ones.
+
+    Args:
+        exam: The case.
+        execution: The kernel's answer to it.
+        labels: Of the lower contracts that are still in question; all if None.
+    """
+    contract = execution.contract
+    lower = {name: low for name, low in downgraded(contract) if labels is None or name in labels}
+    declared = _fit(exam, execution, contract)
+    if not all(gate.passed for gate in nonfinite_gates(*execution.first, exam.operation.outline(exam.case))):
+        return Evidence(declared=False, lower={})
+    fits = {name: _fit(exam, execution, low) for name, low in lower.items()}
+    return Evidence(declared=declared.passed, lower={name: _if_sensitive(fit, declared) for name, fit in fits.items()})
+
+
+def _fit(exam: Exam, execution: Execution, contract: Contract) -> Fit:
+    family = exam.case.family
+    tally = judge_answers(*execution.first, exam.answers, contract=contract, family=family)
+    gates = {gate.gate: gate for gate in tally.results()}
+    pooled = gates.get("G6 pooled scale by all")
+    return Fit(
+        passed=all(gate.passed for gate in gates.values()),
+        rms=None if family in EXACT_FAMILIES else tally.median_rms,
+        bias=0.0 if pooled is None else pooled.ratio,
+    )
+
+
+def _if_sensitive(fit: Fit, declared: Fit) -> Fit:
+    """The fit without its row errors where both contracts predict about the same."""
+    if fit.rms is None or declared.rms is None or declared.rms >= LEAST_SENSITIVITY * fit.rms:
+        return fit
+    return replace(fit, rms=None)
