@@ -300,27 +300,28 @@ def merge_into(
     """Merge a partial result into a running one, in place; the mathematics of ``merge_states``.
 
     Args:
-        out: ``[T, H, Dv]``, float32, the running result; overwritten. May be a strided view.
-        lse: ``[T, H]``, float32, natural log; overwritten. May be a strided view.
+        out: ``[T, H, Dv]``, float32 or float64, the running result; overwritten. May be a strided view.
+        lse: ``[T, H]``, dtype of ``out``, natural log; overwritten. May be a strided view.
         part_out: ``[T, H, Dv]``, any floating dtype and strides; must not overlap ``out``.
-        part_lse: ``[T, H]``, float32.
+        part_lse: ``[T, H]``, dtype of ``out``.
         implementation: ``triton`` (default on CUDA: one pass over the data) or ``torch`` (default elsewhere).
 
     Raises:
         ValueError: If the shapes or devices disagree, ``out`` or ``lse`` overlaps itself, or there is no such
             implementation.
-        TypeError: If ``out``, ``lse`` or ``part_lse`` is not float32, or ``part_out`` is not floating.
+        TypeError: If ``out`` is neither, ``lse`` or ``part_lse`` differs from it, or ``part_out`` is not floating.
         NotImplementedError: If ``triton`` is asked for where it cannot run.
     """
     check_merge(out, lse, part_out, part_lse)
+    wide = torch.float64 if out.dtype == torch.float64 else torch.float32
     for name, tensor in (("out", out), ("lse", lse), ("part_lse", part_lse)):
-        if tensor.dtype != torch.float32:
-            raise TypeError(f"{name} must be float32, got {tensor.dtype}")
+        if tensor.dtype != wide:
+            raise TypeError(f"{name} must be {wide}, got {tensor.dtype}")
     for name, tensor in (("out", out), ("lse", lse)):
         if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             raise ValueError(f"{name} must not overlap itself, got strides {tensor.stride()}")
     if implementation is None:
-        implementation = "triton" if out.is_cuda else "torch"
+        implementation = "triton" if out.is_cuda and wide == torch.float32 else "torch"
     if implementation == "torch":
         merge_into_torch(out, lse, part_out, part_lse)
     elif implementation == "triton":
