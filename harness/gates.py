@@ -7,6 +7,7 @@ row and of pooled rows, and the log-sum-exp. The formulas and their derivation a
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -141,7 +142,8 @@ class Variances:
             (self.key, c.key_dof),
             (self.row, torch.ones_like(c.lse)),
         )
-        return 1 / sum(part.sum(-1) / self.total / dof.sqrt() for part, dof in parts).square()
+        spreads = torch.stack([part.sum(-1) / self.total / dof.sqrt() for part, dof in parts])
+        return 1 / spreads.sum(0).square()
 
 
 def chi_limit(freedom: Tensor) -> Tensor:
@@ -326,7 +328,7 @@ class Tally:
         self._worst[gate] = GateResult(gate=gate, ratio=worst, where=where)
 
 
-def _short(values: list[float]) -> list[float]:
+def _short(values: list[Any]) -> list[Any]:
     """As many digits as a picture shows; integers as they are."""
     return [value if isinstance(value, int) else float(f"{value:.4g}") for value in values]
 

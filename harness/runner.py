@@ -68,11 +68,11 @@ class ExamRoom:
         held = self._exam
         if held is None or (held.operation, held.case, held.device) != (operation, case, device):
             # freed before the next is drawn: two production cases may not fit side by side
-            self._exam = None
-            self._exam = Exam(operation, case, device)
+            self._exam = held = None
+            self._exam = held = Exam(operation, case, device)
         else:
             held.inputs.ledger.restore()
-        return self._exam
+        return held
 
 
 def run_case(

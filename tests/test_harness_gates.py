@@ -185,9 +185,8 @@ def test_the_envelope_of_one_key_is_that_of_its_roundings() -> None:
     torch.testing.assert_close(rounded, base + U * 2 * magnitude, rtol=1e-12, atol=0.0)
     # half-precision weights may vanish below 2^-25
     halves = envelope_of(rows, Contract(p="fp16", out="fp16"))[0]
-    expected = (
-        (2 * 2.0**-11 + 2.0**-22 + 4 * 2.0**-24 + normaliser) * magnitude + 2.0**-25 * rows.v.abs().amax((0, 2))[:, None] + 2.0**-24
-    )
+    relative, vanished = 2 * 2.0**-11 + 2.0**-22 + 4 * 2.0**-24 + normaliser, 2.0**-25 * rows.v.abs().amax((0, 2))
+    expected = relative * magnitude + vanished[:, None] + 2.0**-24
     torch.testing.assert_close(halves, expected, rtol=1e-12, atol=0.0)
     assert case.dtype == "bfloat16"
 

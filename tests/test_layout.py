@@ -126,12 +126,14 @@ def test_an_undeclared_package_is_seen(tmp_path: Path) -> None:
 
 def stay_behind(root: Path) -> list[str]:
     """Data files that no pattern of the package data takes into the wheel; pages for readers of the source may stay."""
-    patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["*"]
+    declared = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     left = []
     for path in sorted(path for room in ROOMS for path in (root / room).rglob("*") if path.is_file()):
         if path.suffix in (".py", ".pyc", ".md"):
             continue
         package = next(folder for folder in path.parents if (folder / "__init__.py").is_file())
+        name = ".".join(("assay", *package.relative_to(root).parts))
+        patterns = [*declared.get("*", []), *declared.get(name, [])]
         if not any(path in package.glob(pattern) for pattern in patterns):
             left.append(str(path.relative_to(root)))
     return left

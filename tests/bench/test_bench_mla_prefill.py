@@ -65,8 +65,8 @@ def test_bench_chunking_costs_at_most_a_tenth(benchmark, provider):
     row_bytes = (DEEPSEEK.kv_lora_rank + DEEPSEEK.d_rope) * 2
     milliseconds = {name: timing.median for name, timing in timings.items()}
     print(
-        f"{provider}: W=16384 {milliseconds['chunked']:.3f} ms, whole {milliseconds['whole']:.3f} ms, ratio {ratio:.4f}; "
-        f"workspace {plan.workspace_bytes >> 20} against {whole_plan.workspace_bytes >> 20} MiB, "
+        f"{provider}: W=16384 {milliseconds['chunked']:.3f} ms, whole {milliseconds['whole']:.3f} ms, "
+        f"ratio {ratio:.4f}; workspace {plan.workspace_bytes >> 20} against {whole_plan.workspace_bytes >> 20} MiB, "
         f"which is {saved // row_bytes} cache tokens of one layer"
     )
     benchmark.pedantic(lambda: (chunked(), torch.cuda.synchronize()), rounds=5, iterations=1)
