@@ -122,6 +122,31 @@ def check(
     raise typer.Exit(code)
 
 
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder that assay check --out wrote.")],
+    against: Annotated[Path | None, typer.Option(help="Folder of an earlier run of the same plan.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the reports; the run's own if not given.")] = None,
+    form: Annotated[
+        list[str] | None, typer.Option("--format", help="html, markdown or junit; repeatable; all if none is named.")
+    ] = None,
+) -> None:
+    """Write the reports of a run, and compare it with an earlier one.
+
+    Exit codes: 0 nothing got worse, 1 a verdict failed or regressed, 2 usage, 3 nothing in common, 4 other settings,
+    6 judgements of the earlier run are missing.
+    """
+    _prepare(device="cpu")
+    from .plan import UsageError
+    from .report_command import run_report
+
+    try:
+        code = run_report(run, against, out, tuple(form or ()), console)
+    except UsageError as error:
+        _usage(str(error))
+    raise typer.Exit(code)
+
+
 def _usage(text: str) -> NoReturn:
     errors.print(f"[bold red]usage:[/] {escape(text)}", highlight=False)
     raise typer.Exit(2)

@@ -144,7 +144,10 @@ def _kernel(run: Run, summary: KernelSummary) -> Row:
 
 def _margins(kernel: str, measured: Mapping[str, list[float]]) -> Picture:
     label, most = f"Margins of {kernel}", max(len(ratios) for ratios in measured.values())
-    caption = f"Each dot is the worst error of a case under a gate, the bar the median of up to {most} cases."
+    caption = (
+        f"Each dot is the worst error of a case under a gate, the bar the median of up to {most} cases. "
+        "What lies beyond the axis is drawn at its end."
+    )
     return _picture(charts.margin_chart(measured, label), label, "Margin of each gate", caption)
 
 

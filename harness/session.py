@@ -4,7 +4,7 @@ import platform
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
@@ -189,6 +189,7 @@ def _judge_all(
                 break
             progress.update(task, description=f"{candidate.name} {case.family} {case.dtype}")
             record = candidate.run_case(case)
+            record = replace(record, command=_command(options, record))
             write(record.to_json())
             records.append(record)
             progress.advance(task)

@@ -3,6 +3,7 @@
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from assay.harness.row_grid import RowGrid, row_grid
 ROW_LIMIT = 1.6
 
 
-def grid_of(record_rows: RowErrors, gate: str = "G4 envelope", **sizes: object) -> RowGrid:
+def grid_of(record_rows: RowErrors, gate: str = "G4 envelope", **sizes: Any) -> RowGrid:
     gates = [GateResult(gate=gate, ratio=2.0)]
     return row_grid(failing(mla_case(**sizes), gates=gates, rows=record_rows), row_limit=ROW_LIMIT)
 
@@ -65,7 +66,7 @@ def test_the_order_of_the_rows_does_not_matter_and_a_lost_row_is_a_hole() -> Non
 
 
 def test_edges_lie_where_requests_tiles_and_chunks_begin() -> None:
-    lens = {"query_lens": [9, 70, 3], "context_lens": [45, 80, 3]}
+    lens: dict[str, Any] = {"query_lens": [9, 70, 3], "context_lens": [45, 80, 3]}
     grid = grid_of(every_row(**lens), **lens, history_chunk_size=16)
     assert grid.request_edges == [9, 79]
     # the second request begins at token 9: its tile of 64 queries ends before token 73

@@ -19,6 +19,7 @@ from assay.harness.report_junit import junit_report
 from assay.harness.report_markdown import markdown_report
 from assay.harness.run_folder import Run, read_run
 from assay.harness.run_summary import ratio_text, worst_records
+from assay.harness.session import CheckOptions, run_check
 
 PLACE = "request 1, token 12, head 1, dim 3, position 40 -> slot 77, got 0.5, must be 0.25"
 
@@ -149,6 +150,38 @@ def test_the_command_shows_the_run_and_names_what_it_wrote(tmp_path: Path) -> No
     assert "1 of 7 planned cases were not started." in text
     assert f"wrote {folder / 'junit.xml'}" in text
     assert "heads of 128 only" in text
+
+
+WRONG = """
+from assay.reference.attention import attention
+
+def wrong(**given):
+    widened = {name: value.double() if name in "qkv" else value for name, value in given.items()}
+    out, lse = attention(**widened)
+    out[0, 1] += 1.0
+    return out.to(given["q"].dtype), lse.float()
+"""
+
+
+def test_a_real_failure_is_reported_with_the_command_that_judges_it_again(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(WRONG)
+    kernel, console = f"{tmp_path / 'mine.py'}:wrong", Console(file=io.StringIO())
+    options = CheckOptions(
+        ops=("attention",), kernel=kernel, family="diffuse", dtypes=("float32",), device="cpu", out=tmp_path / "run"
+    )
+    assert run_check(options, console) == 1
+    assert run_report(tmp_path / "run", None, None, ("markdown", "junit"), console) == 0
+    (record,) = read_run(tmp_path / "run").failures
+    again = f"assay check attention --case {record.case['id']} --tier smoke --seed 0 --kernel '{kernel}' --device cpu"
+    assert record.command == f"{again} --dtype float32"
+    text = (tmp_path / "run" / "report.md").read_text()
+    assert record.command in text
+    assert re.search(
+        r"^- G4 envelope at \S+ its limit: request 0, token 0, head 1, dim \d+, position", text, re.MULTILINE
+    )
+    failure = ElementTree.parse(tmp_path / "run" / "junit.xml").find(".//failure")
+    assert failure is not None
+    assert (failure.text or "").endswith(record.command)
 
 
 def test_the_command_refuses_what_it_cannot_do(tmp_path: Path) -> None:

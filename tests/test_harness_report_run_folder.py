@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from report_runs import cases, failing, mixed, passing, refused, rows, write_run
@@ -183,7 +184,7 @@ def test_a_kill_matrix_is_kept_as_plain_json(tmp_path: Path) -> None:
 
 def test_a_run_has_the_kill_matrix_of_its_folder(tmp_path: Path) -> None:
     folder = write_run(tmp_path, [refused(cases()[0])])
-    row = {
+    row: dict[str, Any] = {
         "fault": "f",
         "expects": ["NUMERIC"],
         "families": {"diffuse": ["PASS"]},
@@ -196,7 +197,7 @@ def test_a_run_has_the_kill_matrix_of_its_folder(tmp_path: Path) -> None:
     assert table == KillTable(
         op="attention",
         rows=[KillRow(**row)],
-        variants=[KillVariant(name="v", accepted=True)],  # type: ignore[arg-type]
+        variants=[KillVariant(name="v", accepted=True)],
     )
 
 
