@@ -126,14 +126,15 @@ class _Run:
 
     def judge(self, max_seconds: float | None) -> list[Record]:
         """A record per kernel and case, as far as the time allows."""
-        from .runner import run_case
+        from .runner import ExamRoom, run_case
 
-        start, records = time.monotonic(), []
+        start, records, room = time.monotonic(), [], ExamRoom()
         with _own_matmul_precision():
-            for kernel, case in itertools.product(self._kernels, self._cases):
+            # case by case: the kernels share its inputs and its oracle
+            for case, kernel in itertools.product(self._cases, self._kernels):
                 if max_seconds is not None and time.monotonic() - start > max_seconds:
                     break
-                records.append(run_case(self._operation, kernel, case, self._device))
+                records.append(run_case(self._operation, kernel, case, self._device, room=room))
         return records
 
     def summary(self, records: list[Record], notes: list[str]) -> Summary:

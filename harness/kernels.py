@@ -83,7 +83,7 @@ def wrap_function(function: Callable[..., Any], operation: Operation) -> Kernel:
     def unsupported(case: Case, device: torch.device) -> str | None:
         try:
             return _refusal(declared, case)
-        except Exception:
+        except (Exception, SystemExit):
             return None
 
     return Kernel(

@@ -2,9 +2,11 @@
 
 import inspect
 
+from rich.markup import escape
 from rich.table import Table
 
 from . import operations
+from .discovery import GROUPS, plugins
 from .providers import available_providers
 
 
@@ -20,6 +22,20 @@ def operations_table() -> Table:
         arguments = ", ".join(f"[{item}]" if item in optional else item for item in operation.arguments)
         kernels = ", ".join(f"{name}[{provider}]" for provider in available_providers())
         table.add_row(name, oracle.partition("\n")[0], arguments.replace("[", r"\["), kernels.replace("[", r"\["))
+    return table
+
+
+def plugins_table() -> Table | None:
+    """One line per entry point of an installed package, from its metadata: nothing of it is imported. None if none."""
+    found = [plugin for group in GROUPS for plugin in plugins(group)]
+    if not found:
+        return None
+    table = Table(title="installed plug-ins, not imported", title_justify="left")
+    for column in ("kind", "name", "leads to", "package"):
+        table.add_column(column, overflow="fold")
+    for plugin in found:
+        kind = plugin.group.removeprefix("assay.")
+        table.add_row(*map(escape, (kind, plugin.name, plugin.value, plugin.distribution)))
     return table
 
 

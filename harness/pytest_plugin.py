@@ -1,7 +1,7 @@
 """pytest plugin: judge kernels from tests, replay one case, and never call green what was not judged.
 
 It is loaded in every pytest run of an environment that has assay installed, so it imports nothing heavy until a test
-asks for a judgement, and says nothing where none does.
+asks for a judgement, and says nothing where none does. It asserts nothing, hence PYTEST_DONT_REWRITE.
 """
 
 import functools

@@ -32,7 +32,7 @@ def wrong(**given: Any) -> Answer:
 
 
 def planned(**request: Any) -> list[str]:
-    options = {"tier": "smoke", "seed": 0, "dtypes": ("float32", "float16", "bfloat16")} | request
+    options: dict[str, Any] = {"tier": "smoke", "seed": 0, "dtypes": ("float32", "float16", "bfloat16")} | request
     return [case.id for case in ATTENTION.cases(CaseRequest(**options))]
 
 

@@ -126,7 +126,7 @@ def test_a_destination_has_the_layout_of_the_kernel() -> None:
     assert judged(attend, attention_case()).verdict == "PASS"
 
 
-EMPTY_CASE = {"query_lens": [4, 3], "key_lens": [2, 5]}
+EMPTY_CASE: dict[str, Any] = {"query_lens": [4, 3], "key_lens": [2, 5]}
 
 
 def empty_rows_as(value: float, lse_value: float, row: int = 0) -> Any:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from assay.harness import cli, discovery, operations
 from assay.harness.discovery import CASES, GROUPS, KERNELS, OPERATIONS, PluginError, find_plugin, plugins
 from assay.harness.kernels import KernelNotFoundError, find_kernels, is_strange
+from assay.harness.listing import plugins_table
 from assay.harness.operation import CaseRequest
 
 ATTENTION = operations.load("attention")
@@ -141,6 +142,23 @@ def test_everything_is_listed_with_its_origin_and_nothing_imported() -> None:
     assert is_strange("acme.right")
     assert set(discovery.operation_names()) == {*operations.NAMES, "acme_alias", "acme_attention", "acme_old"}
     assert "acme_kernels" not in sys.modules
+
+
+def test_the_list_shows_what_is_installed_without_importing_it() -> None:
+    table = plugins_table()
+    assert table is not None
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(table)
+    lines = [line.split() for line in capture.get().replace("│", " ").splitlines()]
+    assert ["kernels", "acme.right", "acme_kernels:right", "acme_kernels", "1.2"] in lines
+    assert ["cases", "acme.long", "acme_kernels:long", "acme_kernels", "1.2"] in lines
+    assert "acme_kernels" not in sys.modules
+
+
+def test_without_plug_ins_there_is_no_such_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("assay.harness.listing.plugins", lambda group: [])
+    assert plugins_table() is None
 
 
 def test_a_kernel_is_found_by_the_name_of_its_entry_point() -> None:

@@ -146,7 +146,8 @@ def test_a_contract_may_depend_on_the_case() -> None:
 
 
 def test_a_contract_of_another_kind_is_a_crash_of_the_kernel() -> None:
-    record = judged(kernel(name="odd", contract=lambda case: "bf16")(lambda **given: honest(**given)), attention_case())
+    promise: Any = lambda case: "bf16"  # noqa: E731
+    record = judged(kernel(name="odd", contract=promise)(lambda **given: honest(**given)), attention_case())
     assert record.verdict == "CRASH"
     assert "contract of odd must give a Contract, got str" in record.text
 
@@ -173,6 +174,7 @@ def test_what_is_not_supported_is_not_run() -> None:
         (lambda case: False, "supports of odd must return True or Unsupported(reason), got False"),
         (lambda case: "no", "supports of odd must return True or Unsupported(reason), got 'no'"),
         (lambda case: 1 / 0, "ZeroDivisionError"),
+        (lambda case: sys.exit(3), "SystemExit"),
     ],
 )
 def test_a_question_that_is_not_answered_is_a_crash_of_the_kernel_and_not_of_the_judge(
