@@ -103,7 +103,7 @@ class _Run:
         case: str | None,
     ) -> None:
         from .discovery import load_operation
-        from .session import resolve_device
+        from .options import resolve_device
 
         self._fn, self._tier, self._seed, self._device_name, self._case = fn, tier, seed, device, case
         self._dtypes, self._families = _texts("dtypes", dtypes), _texts("families", families)

@@ -45,9 +45,12 @@ app = typer.Typer(
 def list_operations() -> None:
     """Show the operations, their oracles and the kernels that this machine can import."""
     _prepare(device="cpu")
-    from .listing import operations_table
+    from .listing import operations_table, plugins_table
 
     console.print(operations_table())
+    plugged = plugins_table()
+    if plugged is not None:
+        console.print(plugged)
 
 
 @app.command()
@@ -64,7 +67,7 @@ def check(
     ops: Annotated[list[str] | None, typer.Argument(help="Operations to judge; all if none is named.")] = None,
     kernel: Annotated[
         str | None,
-        typer.Option(help="module:function, file.py:function, a provider, or a pattern of our own."),
+        typer.Option(help="module:function, file.py:function, an entry point, a provider, or a pattern."),
     ] = None,
     tier: Annotated[str, typer.Option(help="smoke: under two minutes; full: everything.")] = "smoke",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
@@ -82,7 +85,13 @@ def check(
     in_process: Annotated[
         bool, typer.Option("--in-process", help="Run a kernel of yours here, where a debugger can follow it.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for records.jsonl.")] = None,
+    waivers: Annotated[
+        Path | None, typer.Option(help="TOML file of known failures, each with reason and expiry.")
+    ] = None,
+    cases: Annotated[
+        str | None, typer.Option(help="Add the cases of an installed package, by entry-point name.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the records, and for a capsule of each failure.")] = None,
 ) -> None:
     """Judge kernels against their oracles.
 
@@ -90,8 +99,9 @@ def check(
     --max-seconds, 7 harness error, 130 interrupted.
     """
     _prepare(device=device)
+    from .options import CheckOptions
     from .plan import UsageError
-    from .session import CheckOptions, run_check
+    from .session import run_check
 
     options = CheckOptions(
         ops=tuple(ops or ()),
@@ -110,6 +120,8 @@ def check(
         max_seconds=max_seconds,
         timeout=timeout,
         in_process=in_process,
+        waivers=waivers,
+        cases=cases,
         out=out,
     )
     try:
@@ -118,6 +130,31 @@ def check(
         _usage(str(error))
     except KeyboardInterrupt:
         errors.print("interrupted; the records written so far are complete")
+        raise typer.Exit(130) from None
+    raise typer.Exit(code)
+
+
+@app.command()
+def replay(
+    capsule: Annotated[Path, typer.Argument(help="JSON file of a failure, from the folder capsules of a run.")],
+    kernel: Annotated[str | None, typer.Option(help="Another kernel than the recorded one.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that the case may take.")] = 120.0,
+    in_process: Annotated[bool, typer.Option("--in-process", help="Run the kernel here.")] = False,
+) -> None:
+    """Judge a recorded failure again.
+
+    Exit codes: 0 it passes now, 1 it still fails, 2 usage, 3 not judged here, 7 harness error, 130 interrupted.
+    """
+    _prepare(device=device)
+    from .plan import UsageError
+    from .replay_command import run_replay
+
+    try:
+        code = run_replay(capsule, kernel, device, console, timeout=timeout, in_process=in_process)
+    except UsageError as error:
+        _usage(str(error))
+    except KeyboardInterrupt:
         raise typer.Exit(130) from None
     raise typer.Exit(code)
 

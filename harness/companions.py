@@ -54,6 +54,7 @@ class Companions:
         scale_out: ``sum_d o^4 / |o|^4``.
         scale_value: ``sum_j p^2 sum_d v^2 o^2 / |o|^4``.
         scale_key: ``scale^2 sum_j p^2 (sum_d q_d^2 k_jd^2) (w - 1)^2``.
+        scale_logits: ``sum p^2 z^2 (w - 1)^2``.
         scale_fp32: ``sum p^2 s^2 (w - 1)^2``.
         scale_key_terms: ``scale^2 sum_j p^2 (sum_d q_d^2 k_terms_jd^2) (w - 1)^2``.
         scale_value_terms: ``sum_j p^2 sum_d v_terms^2 o^2 / |o|^4``.
@@ -94,6 +95,7 @@ class Companions:
     scale_out: Tensor
     scale_value: Tensor
     scale_key: Tensor
+    scale_logits: Tensor
     scale_fp32: Tensor
     scale_key_terms: Tensor
     scale_value_terms: Tensor
@@ -275,6 +277,7 @@ def _value_sums(rows: Rows, head: int, keys: _KeySums, p: Tensor, out: Tensor) -
         "scale_value_terms": along_out(value_terms_power),
         "scale_key": around_scale(p2 * keys.variance(projected)),
         "scale_key_terms": around_scale(p2 * key_terms),
+        "scale_logits": around_scale(p2 * z.square()),
         "scale_fp32": around_scale(p2 * keys.fp32.square()),
         "scale_sum": along_out(sum_power),
         "scale_split": along_out(split_power),

@@ -7,23 +7,26 @@ contract and, under the contract with one field a step lower, on every case of e
 * passes all gates,
 * uses up what the field allows: the median over the families of its row errors lies between 0.3 and 1.1 of the
   prediction, families aside where the field hardly changes the prediction, and
-* has no bias: the pooled scale error stays within half of its limit.
+* has no bias: the pooled scale error stays within three of its standard deviations.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import median, pstdev
 
 import torch
+from torch import Tensor
 
 from .case import Case
 from .contract import Contract, Precision
 from .execution import Execution, Stop, execute
 from .families import EXACT_FAMILIES
-from .gates import judge_answers, nonfinite_gates
+from .gates import Roundoffs, judge_answers, nonfinite_gates
 from .operation import Kernel, Operation
 from .record import Record, Verdict
 from .runner import Exam
+from .strata import POOLED_SIGMAS, ScaleRows, pooled_scale
 
 # one step down, nearest first: where two formats may follow, the size of the errors tells which one it is
 STEPS: dict[str, dict[Precision, tuple[Precision, ...]]] = {
@@ -39,10 +42,11 @@ TOGETHER: tuple[tuple[tuple[str, ...], Precision, Precision], ...] = ((("qk_acc"
 # without each of these a wrong kernel of some kind fits: they show denominators, constant factors, single keys
 NEEDED_FAMILIES = frozenset({"diffuse", "constant-v", "peaked"})
 LEAST_RMS, MOST_RMS = 0.3, 1.1
-MOST_BIAS = 0.5
+MOST_BIAS = 3.0
 # a prediction that the lower field raises by less says nothing about the field
 LEAST_SENSITIVITY = 2.0
-FEWEST_MEASURED_FAMILIES = 2
+FEWEST_MEASURED_FAMILIES = 1
+LEAST_LOG = 1e-6
 JUDGED = (Verdict.PASS, Verdict.NUMERIC)
 NOT_JUDGED = (Verdict.UNSUPPORTED, Verdict.INVALID_CASE)
 
@@ -55,13 +59,14 @@ class Fit:
 
     Attributes:
         passed: Whether all gates hold.
-        rms: Median error of its rows in units of what the lower contract predicts; None where too few rows show it, or
-            where the lower field hardly changes the prediction.
-        bias: Pooled scale error over all rows, in units of its limit under the lower contract.
+        rms: Median error of its rows in units of what the lower contract predicts; None where too few rows show it.
+        sensitive: Whether the lower field changes that prediction much.
+        bias: Pooled scale error over all rows, in standard deviations under the lower contract.
     """
 
     passed: bool
     rms: float | None
+    sensitive: bool
     bias: float
 
 
@@ -76,9 +81,11 @@ class Evidence:
 def downgraded(contract: Contract) -> list[tuple[str, Contract]]:
     """The contracts one step below, each with a label such as ``p: declared bf16, fits e4m3``."""
     found = []
-    for field, steps in STEPS.items():
+    # the products of half-precision operands are exact in float32: there is nothing to cut
+    fields = [field for field in STEPS if field != "qk_acc" or contract.p == "fp32"]
+    for field in fields:
         declared = getattr(contract, field)
-        for lower in steps.get(declared, ()):
+        for lower in STEPS[field].get(declared, ()):
             found.append((f"{field}: declared {declared}, fits {lower}", contract.promising(**{field: lower})))
     for names, declared, lower in TOGETHER:
         if all(getattr(contract, name) == declared for name in names):
@@ -99,25 +106,35 @@ def name_downgrade(evidence_by_family: Mapping[str, Sequence[Evidence]]) -> str 
     if all(evidence.declared for evidence in every):
         return None
     labels = dict.fromkeys(label for evidence in every for label in evidence.lower)
-    fitting = {label: _tightness(label, evidence_by_family) for label in labels}
-    named = {label: rms for label, rms in fitting.items() if rms is not None}
-    # of several that fit, the one whose prediction the errors use up most
-    return max(named, key=lambda label: named[label], default=None)
+    spread = {label: _spread(label, evidence_by_family) for label in labels if _explains(label, evidence_by_family)}
+    # of several that fit, the one that predicts alike how large the errors are in each family
+    return min(spread, key=lambda label: spread[label], default=None)
 
 
-def _tightness(label: str, evidence_by_family: Mapping[str, Sequence[Evidence]]) -> float | None:
-    """Median error over the families in units of the prediction; None if the lower contract does not explain all."""
+def _explains(label: str, evidence_by_family: Mapping[str, Sequence[Evidence]]) -> bool:
+    """Whether every case fits, and the families that are sensitive to the field use it up."""
+    fits = [evidence.lower.get(label) for cases in evidence_by_family.values() for evidence in cases]
+    if any(fit is None or not fit.passed or fit.bias > MOST_BIAS for fit in fits):
+        return False
+    medians = _medians(label, evidence_by_family, sensitive=True)
+    return len(medians) >= FEWEST_MEASURED_FAMILIES and LEAST_RMS < median(medians) <= MOST_RMS
+
+
+def _spread(label: str, evidence_by_family: Mapping[str, Sequence[Evidence]]) -> float:
+    """Standard deviation over the families of the logarithm of their row errors, in units of the prediction."""
+    medians = _medians(label, evidence_by_family, sensitive=False)
+    return pstdev(math.log(max(rms, LEAST_LOG)) for rms in medians)
+
+
+def _medians(label: str, evidence_by_family: Mapping[str, Sequence[Evidence]], *, sensitive: bool) -> list[float]:
+    """Of the row errors of each family under one lower contract; if asked, of its sensitive cases alone."""
     medians = []
     for cases in evidence_by_family.values():
-        fits = [evidence.lower.get(label) for evidence in cases]
-        if any(fit is None or not fit.passed or fit.bias > MOST_BIAS for fit in fits):
-            return None
-        measured = [fit.rms for fit in fits if fit is not None and fit.rms is not None]
+        fits = [evidence.lower[label] for evidence in cases]
+        measured = [fit.rms for fit in fits if fit.rms is not None and (fit.sensitive or not sensitive)]
         if measured:
             medians.append(median(measured))
-    if len(medians) < FEWEST_MEASURED_FAMILIES or not LEAST_RMS < median(medians) <= MOST_RMS:
-        return None
-    return median(medians)
+    return medians
 
 
 def reassess(
@@ -199,23 +216,36 @@ def case_evidence(exam: Exam, execution: Execution, labels: Sequence[str] | None
     if not all(gate.passed for gate in nonfinite_gates(*execution.first, exam.operation.outline(exam.case))):
         return Evidence(declared=False, lower={})
     fits = {name: _fit(exam, execution, low) for name, low in lower.items()}
-    return Evidence(declared=declared.passed, lower={name: _if_sensitive(fit, declared) for name, fit in fits.items()})
+    return Evidence(declared=declared.passed, lower={name: _sensitive(fit, declared) for name, fit in fits.items()})
 
 
 def _fit(exam: Exam, execution: Execution, contract: Contract) -> Fit:
     family = exam.case.family
     tally = judge_answers(*execution.first, exam.answers, contract=contract, family=family)
-    gates = {gate.gate: gate for gate in tally.results()}
-    pooled = gates.get("G6 pooled scale by all")
+    exact = family in EXACT_FAMILIES
     return Fit(
-        passed=all(gate.passed for gate in gates.values()),
-        rms=None if family in EXACT_FAMILIES else tally.median_rms,
-        bias=0.0 if pooled is None else pooled.ratio,
+        passed=all(gate.passed for gate in tally.results()),
+        rms=None if exact else tally.median_rms,
+        sensitive=False,
+        bias=0.0 if exact else _bias(exam, execution.first[0], contract),
     )
 
 
-def _if_sensitive(fit: Fit, declared: Fit) -> Fit:
-    """The fit without its row errors where both contracts predict about the same."""
-    if fit.rms is None or declared.rms is None or declared.rms >= LEAST_SENSITIVITY * fit.rms:
+def _bias(exam: Exam, out: Tensor, contract: Contract) -> float:
+    """Pooled scale error of all rows in standard deviations, sums of low precision being no excuse for a drift."""
+    blocks = []
+    for rows, c in exam.answers:
+        got = out[rows.tokens][:, rows.heads].double()
+        scale = ScaleRows.of(c, Roundoffs.of(contract, rows), rows, got)
+        blocks.append(replace(scale, drift=torch.zeros_like(scale.drift)))
+    # a float64 contract has no margin beside the deviation
+    pooled = {gate.gate: gate for gate in pooled_scale(blocks, contract.promising(p="fp64"))}
+    gate = pooled.get("G6 pooled scale by all")
+    return 0.0 if gate is None else POOLED_SIGMAS * gate.ratio
+
+
+def _sensitive(fit: Fit, declared: Fit) -> Fit:
+    """The fit, marked if the lower contract predicts much larger errors than the declared one."""
+    if fit.rms is None or declared.rms is None:
         return fit
-    return replace(fit, rms=None)
+    return replace(fit, sensitive=declared.rms >= LEAST_SENSITIVITY * fit.rms)

@@ -78,16 +78,20 @@ def _execute(
 ) -> Execution | Stop:
     run: Callable[[], Any] | None = None
     answers: list[tuple[Tensor, Tensor]] = []
+    # kept alive, so that memory handed out twice is the kernel's own doing
+    held: list[Any] = []
     for fill in (math.nan, SENTINEL, None):
         with poisoned_allocations(fill) if fill is not None else nullcontext() as allocations:
             run = run or kernel.bind(inputs.arguments)
             answer = run()
             _wait(device)
         stop = (_overran(allocations) if allocations else None) or _structure(answer, outline, contract, inputs)
+        stop = stop or _handed_out_again(answer, held)
         if stop is not None:
             return stop
         # kept by value: a kernel may hand out its own buffer again at the next call
         answers.append(_copy(answer))
+        held.append(answer)
         written = inputs.ledger.written(allowed=contract.mutates)
         if written:
             return Stop(verdict=Verdict.MUTATED_INPUT, text=f"wrote its input {', '.join(written)}")
@@ -153,6 +157,15 @@ def _structure(answer: Any, outline: Outline, contract: Contract, inputs: Inputs
             text = f"{name} must own its memory, got a view of an input"
         if text is not None:
             return Stop(verdict=Verdict.STRUCTURE, text=text)
+    return None
+
+
+def _handed_out_again(answer: tuple[Tensor, Tensor], held: list[tuple[Tensor, Tensor]]) -> Stop | None:
+    """G0: whether a result lies in the memory of an earlier one that is still in use."""
+    earlier = {tensor.untyped_storage().data_ptr() for one in held for tensor in one if tensor.numel()}
+    for name, tensor in zip(NAMES, answer, strict=True):
+        if tensor.numel() and tensor.untyped_storage().data_ptr() in earlier:
+            return Stop(verdict=Verdict.STRUCTURE, text=f"{name} must own its memory, got that of an earlier result")
     return None
 
 

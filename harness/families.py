@@ -5,6 +5,8 @@
 ``constant-v``     values near one constant per column, spread over a binade: a bias shows that noise would hide
 ``ramp-v``         values rise along the history: a low-precision accumulator or a lost chunk shows
 ``shifted``        logits moved by +80 or -80, head by head: a missing or misplaced maximum shows
+``sunken``         logits near -60000, or as low as the format reaches: a maximum that starts at a finite number shows
+``visible-nan``    one key of one request is NaN: so must be all its rows, and no others
 ``exact-uniform``  all logits zero, small integer values: every representable mean must come out bit for bit
 ``exact-one-hot``  one key holds all weight and its value names its token: a wrong key shows bit for bit
 """
@@ -16,10 +18,13 @@ import torch
 from torch import Tensor
 
 EXACT_FAMILIES = ("exact-uniform", "exact-one-hot")
-FAMILIES = ("diffuse", "peaked", "constant-v", "ramp-v", "shifted", *EXACT_FAMILIES)
+FAMILIES = ("diffuse", "peaked", "constant-v", "ramp-v", "shifted", "sunken", "visible-nan", *EXACT_FAMILIES)
 
 NOISE = 2.0**-6
 LOGIT_SHIFT = 80.0
+LOGIT_DEPTH = -60000.0
+# half of a logit that lies so deep: its query factor is LOGIT_DEPTH / softmax_scale / DEEP_KEY
+DEEP_KEY = 512.0
 # other keys then weigh less than 1e-17 in all, far below any output format; larger logits would cost accuracy
 ONE_HOT_GAP = 40.0
 
@@ -48,6 +53,19 @@ def tokens_of(query_lens: list[int], key_lens: list[int], *, causal: bool, gener
         targets.append(torch.where(last_key < 0, -1, chosen + start))
         start += m
     return Tokens(ramp=torch.cat(ramps), targets=torch.cat(targets))
+
+
+def visible_nan(family: str, query_lens: list[int], key_lens: list[int]) -> tuple[int, int] | None:
+    """Request and position of the key that is NaN, or None: of the request with the fewest queries, all see it.
+
+    A key that causality hides from some queries of its tile is not asked about: weight 0 times NaN is NaN in the
+    mathematics, too.
+    """
+    fitting = [at for at, (n, m) in enumerate(zip(query_lens, key_lens, strict=True)) if 1 <= n <= m]
+    if family != "visible-nan" or not fitting:
+        return None
+    request = min(fitting, key=lambda at: query_lens[at])
+    return request, (key_lens[request] - query_lens[request]) // 2
 
 
 def column_constants(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -144,7 +162,10 @@ def attention_values(
         sign = 1 - 2 * (torch.arange(num_heads) % 2).float()
         q[..., 0], k[..., 0] = sign * LOGIT_SHIFT / softmax_scale / 8, 8.0
         return q, k, v
-    if family == "diffuse":
+    if family == "sunken":
+        q[..., 0], k[..., 0] = LOGIT_DEPTH / softmax_scale / DEEP_KEY, DEEP_KEY
+        return q, k, v
+    if family in ("diffuse", "visible-nan"):
         return q, k, v
     raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
 
@@ -192,16 +213,18 @@ def latent_values(
         w_uv[..., 0 if family == "constant-v" else 1] = column_constants((num_heads, d_v), generator)
     elif family == "peaked":
         q *= 8
-    elif family == "shifted":
+    elif family in ("shifted", "sunken"):
         sign = 1 - 2 * (torch.arange(num_heads) % 2).float()
-        q[..., -1 if d_rope else 0] = sign * LOGIT_SHIFT / softmax_scale / 8
+        factor = sign * LOGIT_SHIFT / 8 if family == "shifted" else torch.full((num_heads,), LOGIT_DEPTH / DEEP_KEY)
+        key = 8.0 if family == "shifted" else DEEP_KEY
+        q[..., -1 if d_rope else 0] = factor / softmax_scale
         if d_rope:
-            k_pe[:, -1] = 8.0
+            k_pe[:, -1] = key
         else:
             # the shifting key dimension is the constant channel alone, so that its projection is exact
             kv_c[:, 0], w_uk[:, 0, :] = 1.0, 0.0
-            w_uk[:, 0, 0] = 8.0
-    elif family != "diffuse":
+            w_uk[:, 0, 0] = key
+    elif family not in ("diffuse", "visible-nan"):
         raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
     return q, kv_c, k_pe, torch.cat([w_uk, w_uv], dim=1)
 

@@ -162,24 +162,27 @@ def lse_limit(c: Companions, u: Roundoffs, d_qk: int, splits: int) -> Tensor:
 
 
 def nonfinite_gates(out: Tensor, lse: Tensor, outline: Outline) -> list[GateResult]:
-    """G1 over all elements: finite, except ``lse = -inf`` (and ``out = 0``) exactly in the rows that see no key."""
+    """G1 over all elements: finite, but ``(0, -inf)`` in rows that see no key and NaN in rows that see one."""
     empty = outline.empty_rows.to(out.device)
-    bad_out = ~torch.isfinite(out)
+    undefined = torch.zeros_like(empty) if outline.nan_rows is None else outline.nan_rows.to(out.device)
+    bad_out = torch.where(undefined[:, None, None], ~out.isnan(), ~torch.isfinite(out))
+    bad_out = bad_out | (empty[:, None, None] & (out != 0))
     bad_lse = torch.where(empty[:, None], lse != float("-inf"), ~torch.isfinite(lse))
-    nonzero = empty[:, None, None] & (out != 0)
+    bad_lse = torch.where(undefined[:, None], ~lse.isnan(), bad_lse)
     results = []
-    for name, bad, values in (("out", bad_out | nonzero, out), ("lse", bad_lse, lse)):
+    for name, bad, values in (("out", bad_out, out), ("lse", bad_lse, lse)):
         where = None
         if bool(bad.any()):
             index = [int(i) for i in bad.nonzero()[0]]
-            expected = 0.0 if name == "out" else float("-inf") if bool(empty[index[0]]) else None
+            is_empty = bool(empty[index[0]]) and not bool(undefined[index[0]])
             where = Location(
                 request=int(outline.requests[index[0]]),
                 token=index[0],
                 head=index[1],
                 dim=index[2] if name == "out" else None,
                 got=float(values[tuple(index)]),
-                expected=float("nan") if expected is None else expected,
+                # a finite value has no one right number here
+                expected=(0.0 if name == "out" else -math.inf) if is_empty else math.nan,
             )
         text = f"{int(bad.sum())} of {bad.numel()} elements of {name}"
         results.append(GateResult(gate=f"G1 {name}", ratio=math.inf if where else 0.0, where=where, text=text))

@@ -1,27 +1,23 @@
 """Does the judge judge? Runs planted faults, which it must find, and correct variants, which it must not reject."""
 
-import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, cast
-from unittest import mock
+from collections.abc import Callable
 
 import torch
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from . import gates, operations
-from ._mutate_matrix import FaultResult, KillMatrix, Outcome, Status, VariantResult
+from . import operations
+from ._mutate_matrix import NOT_JUDGED, FaultResult, KillMatrix, Outcome, Status, VariantResult
 from .case import Case
-from .companions import Companions, companions
 from .faults import Fault, Variant, load, not_applicable
 from .kernels import wrap_function
-from .operation import Operation, Rows
-from .runner import run_case
+from .operation import Kernel, Operation
+from .record import Verdict
+from .runner import ExamRoom, run_case
 
 __all__ = ["FaultResult", "KillMatrix", "Outcome", "Status", "VariantResult", "cheapest_first", "kill_matrix", "render"]
 
@@ -38,85 +34,71 @@ def kill_matrix(
 ) -> KillMatrix:
     """Judge every fault and every variant of an operation.
 
-    Variants run first: a case on which one of them is rejected proves nothing about a fault.
+    On each case the variants run first: one on which any of them is rejected proves nothing about a fault.
 
     Args:
         op: Name of the operation.
         cases: Its cases, in any order; the cheap ones run first.
         device: Where to run.
-        stop_when_killed: Whether a fault's run ends with its first kill for the right reason.
-        progress: Called with judgements done, judgements planned and the name of the kernel, before each kernel.
+        stop_when_killed: Whether a fault runs no further after its first kill for the right reason.
+        progress: Called before each judgement with those done, those planned and the name of the kernel; a judgement
+            that a kill has made needless counts as done.
 
     Raises:
         ValueError: If there is no case of the operation.
     """
-    faults, variants = load(op)
+    operation, (faults, variants) = operations.load(op), load(op)
     mine = cheapest_first([case for case in cases if case.op == op])
     if not mine:
         raise ValueError(f"cases must hold at least one of {op}, got none among {len(cases)}")
-    start = time.perf_counter()
-    operation = cast(Operation, _Remembering(operations.load(op)))
-    total = (len(faults) + len(variants)) * len(mine)
-    announced = itertools.count(step=len(mine))
-
-    def announce(name: str) -> None:
-        done = next(announced)
-        if progress is not None:
-            progress(done, total, name)
-
-    with _companions_once():
-        passed = []
-        for one in variants:
-            announce(one.name)
-            passed.append(VariantResult(variant=one, outcomes=tuple(_outcomes(operation, one, mine, device))))
-        sound = frozenset(case.id for case in mine) - {one.case_id for result in passed for one in result.rejections}
-        found = []
-        for fault in faults:
-            announce(fault.name)
-            outcomes = _fault_outcomes(operation, fault, mine, device, sound, stop_when_killed=stop_when_killed)
-            found.append(FaultResult(fault=fault, outcomes=tuple(outcomes), sound=sound))
-        announce("")
+    start, run = time.perf_counter(), _Run(operation, device, progress, (len(faults) + len(variants)) * len(mine))
+    running = [fault for fault in faults if device.type != "cpu" or not fault.device_only]
+    sound: set[str] = set()
+    for case in mine:
+        passed = [run.judge(one, case).verdict in (Verdict.PASS, *NOT_JUDGED) for one in variants]
+        if all(passed):
+            sound.add(case.id)
+        for fault in tuple(running):
+            verdict = run.judge(fault, case).verdict
+            if stop_when_killed and case.id in sound and verdict in fault.expects:
+                running.remove(fault)
+        run.done += len(faults) - len(running)
     return KillMatrix(
         op=op,
-        faults=tuple(found),
-        variants=tuple(passed),
+        faults=tuple(FaultResult(fault=one, outcomes=run.of(one), sound=frozenset(sound)) for one in faults),
+        variants=tuple(VariantResult(variant=one, outcomes=run.of(one)) for one in variants),
         not_applicable=not_applicable(op),
         cases=len(mine),
         seconds=time.perf_counter() - start,
     )
 
 
-class _Remembering:
-    """An operation that draws the oracle's rows of a case once: they are the same for every kernel."""
+class _Run:
+    """Judges one kernel after the other on a case, so that they share its inputs and its oracle."""
 
-    def __init__(self, operation: Operation) -> None:
-        self._operation = operation
-        self._rows: dict[tuple[str, str, int], list[Rows]] = {}
+    def __init__(self, operation: Operation, device: torch.device, progress: Progress | None, total: int) -> None:
+        """Nothing is judged yet."""
+        self._operation, self._device, self._progress, self._total = operation, device, progress, total
+        self._room = ExamRoom()
+        self._kernels: dict[str, Kernel] = {}
+        self._outcomes: dict[str, list[Outcome]] = {}
+        self.done = 0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._operation, name)
+    def judge(self, entry: Fault | Variant, case: Case) -> Outcome:
+        """Judge, and remember what came of it."""
+        if self._progress is not None:
+            self._progress(self.done, self._total, entry.name)
+        if entry.name not in self._kernels:
+            self._kernels[entry.name] = wrap_function(entry.function, self._operation)
+        kernel = self._kernels[entry.name]
+        outcome = Outcome.of(run_case(self._operation, kernel, case, self._device, room=self._room))
+        self._outcomes.setdefault(entry.name, []).append(outcome)
+        self.done += 1
+        return outcome
 
-    def rows(self, case: Case, arguments: dict[str, Any], *, budget: int) -> Iterator[Rows]:
-        """The rows of the first kernel that got as far; its inputs were found unchanged before."""
-        key = (case.id, str(arguments["q"].device), budget)
-        if key not in self._rows:
-            self._rows[key] = list(self._operation.rows(case, arguments, budget=budget))
-        return iter(self._rows[key])
-
-
-@contextmanager
-def _companions_once() -> Iterator[None]:
-    """Within the block the gates compute the companions of a block of rows once, not once a kernel."""
-    # the rows are kept beside their companions, so that no other rows can take their id
-    known: dict[int, tuple[Rows, Companions]] = {}
-
-    def remembered(rows: Rows) -> Companions:
-        if id(rows) not in known:
-            known[id(rows)] = rows, companions(rows)
-        return known[id(rows)][1]
-
-    with mock.patch.object(gates, "companions", remembered):
-        yield
+    def of(self, entry: Fault | Variant) -> tuple[Outcome, ...]:
+        """What came of an entry, case by case."""
+        return tuple(self._outcomes.get(entry.name, ()))
 
 
 def cheapest_first(cases: list[Case]) -> list[Case]:
@@ -128,33 +110,6 @@ def cheapest_first(cases: list[Case]) -> list[Case]:
     for case in cases:
         of_family[case.family] += work[case.id]
     return sorted(cases, key=lambda case: (of_family[case.family], case.family, work[case.id]))
-
-
-def _fault_outcomes(
-    operation: Operation,
-    fault: Fault,
-    cases: list[Case],
-    device: torch.device,
-    sound: frozenset[str],
-    *,
-    stop_when_killed: bool,
-) -> list[Outcome]:
-    if fault.device_only and device.type == "cpu":
-        return []
-    outcomes: list[Outcome] = []
-    for outcome in _outcomes(operation, fault, cases, device):
-        outcomes.append(outcome)
-        if stop_when_killed and outcome.case_id in sound and outcome.verdict in fault.expects:
-            break
-    return outcomes
-
-
-def _outcomes(
-    operation: Operation, entry: Fault | Variant, cases: list[Case], device: torch.device
-) -> Iterable[Outcome]:
-    """One outcome a case, made when it is asked for."""
-    kernel = wrap_function(entry.function, operation)
-    return (Outcome.of(run_case(operation, kernel, case, device)) for case in cases)
 
 
 def render(matrix: KillMatrix) -> RenderableType:

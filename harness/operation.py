@@ -55,13 +55,17 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """Shape of the answer: ``[T, H, Dv]``, which rows see no key (``[T]``, bool, CPU), and the owner of each row."""
+    """Shape of the answer: ``[T, H, Dv]``, which rows see no key (``[T]``, bool, CPU), and the owner of each row.
+
+    ``nan_rows``, ``[T]``, tells the rows that see a NaN and must say so; None for none.
+    """
 
     num_tokens: int
     num_heads: int
     d_v: int
     empty_rows: Tensor
     requests: Tensor
+    nan_rows: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

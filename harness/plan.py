@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .case import Case, plan_digest
+from .discovery import PluginError, load_cases
 from .operation import CaseRequest, Operation
 from .operations import NAMES
 
@@ -20,6 +21,7 @@ class Selection:
     case_id: str | None = None
     family: str | None = None
     shapes: Path | None = None
+    plugin: str | None = None
 
 
 class UsageError(ValueError):
@@ -36,6 +38,8 @@ def plan_cases(operations: list[Operation], request: CaseRequest, selection: Sel
         raise UsageError("--shapes must stand alone: --geometry and --heads would change nothing beside it")
     cases = []
     for operation in operations:
+        if selection.plugin is not None:
+            cases += _plugged_cases(selection.plugin, operation, request)
         cases += _shape_cases(operation, request, selection.shapes) if selection.shapes else operation.cases(request)
     if selection.family is not None:
         known = sorted({case.family for case in cases})
@@ -55,6 +59,14 @@ def plan_cases(operations: list[Operation], request: CaseRequest, selection: Sel
 def describe(cases: list[Case]) -> str:
     """Count and digest of the frozen plan."""
     return f"{len(cases)} cases, plan {plan_digest(cases)}"
+
+
+def _plugged_cases(name: str, operation: Operation, request: CaseRequest) -> list[Case]:
+    """The cases of an installed package, asked for by name so that installing one never changes a plan."""
+    try:
+        return load_cases(name, operation, request)
+    except PluginError as error:
+        raise UsageError(str(error)) from error
 
 
 def _shape_cases(operation: Operation, request: CaseRequest, path: Path) -> list[Case]:

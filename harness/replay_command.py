@@ -13,11 +13,11 @@ from .contract import Contract
 from .discovery import load_operation
 from .kernels import KernelNotFoundError, find_kernels, is_strange
 from .operation import Kernel, Operation
+from .options import resolve_device
 from .plan import UsageError
 from .record import ExitCode, Record, Verdict
 from .report import failure_lines
 from .runner import run_case
-from .session import resolve_device
 from .shrink import fault_kind
 from .worker import isolated
 

@@ -10,7 +10,12 @@ from rich.text import Text
 from .case import Case
 from .record import GateResult, Record, Verdict
 
-STYLES = {Verdict.PASS: "green", Verdict.UNSUPPORTED: "yellow", Verdict.INVALID_CASE: "yellow"}
+STYLES = {
+    Verdict.PASS: "green",
+    Verdict.UNSUPPORTED: "yellow",
+    Verdict.INVALID_CASE: "yellow",
+    Verdict.WAIVED: "yellow",
+}
 
 
 def failure_lines(record: Record, command: str) -> RenderableType:
@@ -36,7 +41,7 @@ def summary_table(records: list[Record], title: str) -> Table:
     for kernel in dict.fromkeys(record.kernel for record in records):
         mine = [record for record in records if record.kernel == kernel]
         counts = Counter(record.verdict for record in mine)
-        skipped = sum(counts[verdict] for verdict in (Verdict.UNSUPPORTED, Verdict.INVALID_CASE))
+        skipped = sum(counts[verdict] for verdict in STYLES if verdict is not Verdict.PASS)
         failed = len(mine) - counts[Verdict.PASS] - skipped
         gate = nearest_gate(mine)
         name, ratio = ("", "") if gate is None else (gate.gate, _ratio(gate))
@@ -47,10 +52,11 @@ def summary_table(records: list[Record], title: str) -> Table:
 
 def unsupported_table(records: Iterable[Record]) -> Table | None:
     """Why cases were not judged, counted; None if all were."""
-    reasons = Counter((r.kernel, r.text) for r in records if r.verdict in (Verdict.UNSUPPORTED, Verdict.INVALID_CASE))
+    aside = [record for record in records if record.verdict in STYLES and record.verdict is not Verdict.PASS]
+    reasons = Counter((record.kernel, record.text) for record in aside)
     if not reasons:
         return None
-    table = Table(title="not judged", title_justify="left")
+    table = Table(title="not judged, or waived", title_justify="left")
     for column in ("kernel", "cases", "reason"):
         table.add_column(column)
     for (kernel, reason), count in reasons.most_common():

@@ -195,19 +195,18 @@ def _drop_requests(search: _Search) -> None:
 
 
 def _halve_lengths(search: _Search) -> None:
-    """All requests at once, as long as that works: the runs after it cost less. Chunks shrink along where they must."""
-    chunk = "history_chunk_size" in search.best.sizes and "captured" not in search.best.sizes
-    while search.keeps(_halved(search.best)) or (chunk and search.keeps(_halved(search.best, "history_chunk_size"))):
+    """All requests at once, as long as that works: the runs after it cost less."""
+    while search.keeps(_halved(search.best)):
         pass
 
 
-def _halved(case: Case, *names: str) -> Case:
+def _halved(case: Case) -> Case:
     halves = {name: [-(-length // 2) for length in lens] for name, lens in _lengths(case).items()}
     if "context_lens" in halves:
         # half of the history before half of the queries
         pairs = zip(case.sizes["query_lens"], case.sizes["context_lens"], strict=True)
         halves["context_lens"] = [-(-n // 2) - (-(c - n) // 2) for n, c in pairs]
-    return _with(case, **halves, **{name: -(-case.sizes[name] // 2) for name in names})
+    return _with(case, **halves)
 
 
 def _shorten_requests(search: _Search) -> None:

@@ -51,7 +51,7 @@ class ScaleRows:
         used = (c.visible > 0) & (norm > 0)
         alpha = torch.where(used, (got * c.out).sum(-1) / norm.clamp(min=1e-300) - 1, 0.0)
         independent = (u.p**2 + u.ex2**2) * c.scale_p + u.out**2 * c.scale_out + u.split**2 * c.scale_split
-        independent = independent + u.from_p**2 / c.n_eff + u.pv_acc**2 * c.scale_sum
+        independent = independent + u.from_p**2 / c.n_eff + u.pv_acc**2 * c.scale_sum + u.logits**2 * c.scale_logits
         merge = (u.merge * (1 + torch.where(used, c.lse.abs(), 0.0))) ** 2 * c.scale_merge
         independent = independent / 3 + u.qk_acc**2 * c.scale_fp32 + merge
         shared = u.projected**2 * (c.scale_value + c.scale_key)

@@ -22,10 +22,10 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from . import operations
 from .case import Case
 from .contract import Contract
 from .conventions import Conventions
+from .discovery import load_operation
 from .execution import Execution, Stop, execute
 from .kernels import KernelNotFoundError, find_kernels
 from .operation import Kernel, Operation
@@ -204,7 +204,7 @@ def serve(op: str, spec: str, device_name: str) -> None:
     os.dup2(2, 1)
     # Ctrl-C is the parent's to handle: it ends this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    operation, device = operations.load(op), torch.device(device_name)
+    operation, device = load_operation(op), torch.device(device_name)
     try:
         kernel = find_kernels(operation, spec)[0]
     except Exception as error:

@@ -126,6 +126,7 @@ def naive_row(rows: Rows, i: int, h: int) -> dict[str, Any]:
         "scale_out": sum(x**4 for x in o) / norm**2,
         "scale_value": along(power),
         "scale_key": sum(p[j] ** 2 * key_var[j] * (w[j] - 1) ** 2 for j in keys),
+        "scale_logits": sum(p[j] ** 2 * z[j] ** 2 * (w[j] - 1) ** 2 for j in keys),
         "scale_fp32": sum(p[j] ** 2 * s[j] ** 2 * (w[j] - 1) ** 2 for j in keys),
         "scale_key_terms": sum(p[j] ** 2 * term_var[j] * (w[j] - 1) ** 2 for j in keys),
         "scale_value_terms": along(terms_power),

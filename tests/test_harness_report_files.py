@@ -12,6 +12,7 @@ import pytest
 from report_runs import cases, failing, mixed, passing, refused, write_run
 from rich.console import Console
 
+from assay.harness.options import CheckOptions
 from assay.harness.plan import UsageError
 from assay.harness.record import Record, Verdict
 from assay.harness.report_command import run_report
@@ -19,7 +20,7 @@ from assay.harness.report_junit import junit_report
 from assay.harness.report_markdown import markdown_report
 from assay.harness.run_folder import Run, read_run
 from assay.harness.run_summary import ratio_text, worst_records
-from assay.harness.session import CheckOptions, run_check
+from assay.harness.session import run_check
 
 PLACE = "request 1, token 12, head 1, dim 3, position 40 -> slot 77, got 0.5, must be 0.25"
 

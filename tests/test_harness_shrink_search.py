@@ -74,6 +74,24 @@ def test_a_flaky_kernel_ends_the_search() -> None:
     assert smallest in runs
 
 
+def test_what_fails_now_and_then_must_fail_three_times_to_count() -> None:
+    runs: dict[str, int] = {}
+
+    def judge(case: Case) -> Record:
+        runs[case.id] = runs.get(case.id, 0) + 1
+        # a short context hides it from the third run on, a shorter one from the second
+        hidden = {True: 3, case.sizes["context_lens"][0] < 20: 2, case.sizes["context_lens"][0] >= 30: 4}[True]
+        return record_of(case, Verdict.NONDETERMINISTIC if runs[case.id] < hidden else Verdict.PASS)
+
+    case = mla_case(query_lens=[1], context_lens=[90])
+    smallest = shrink(case, Verdict.NONDETERMINISTIC, judge)
+    assert smallest.sizes["context_lens"] == [30]
+    assert runs[smallest.id] == 3
+    # a budget that ends amid the three takes nothing on trust
+    runs.clear()
+    assert shrink(case, Verdict.NONDETERMINISTIC, judge, max_runs=3) is case
+
+
 def test_another_gate_of_the_same_verdict_is_another_fault() -> None:
     def judge(case: Case) -> Record:
         wide = case.sizes["d_v"] > 5
@@ -110,6 +128,30 @@ def test_no_run_starts_after_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -
     search(mla_case(), judge, max_seconds=35, on_step=steps)
     assert now == 40
     assert len(steps.cases) == 3
+
+
+def test_a_kernel_that_is_always_wrong_keeps_one_request_of_one_token() -> None:
+    smallest = search(mla_case(query_lens=[9, 5, 1], context_lens=[45, 5, 90]), always_wrong)
+    assert is_legal(smallest)
+    wanted = {"query_lens": [1], "context_lens": [1], "history_chunk_size": 1, "num_heads": 1, "d_rope": 0, "d_v": 1}
+    assert {name: smallest.sizes[name] for name in wanted} == wanted
+
+
+def test_lengths_that_belong_together_shrink_together() -> None:
+    def same_distance(case: Case) -> Record:
+        sizes = case.sizes
+        shown = sizes["query_lens"][0] >= 3 and sizes["context_lens"][0] - sizes["query_lens"][0] == 20
+        return record_of(case, Verdict.NUMERIC if shown else Verdict.PASS)
+
+    sizes = search(mla_case(query_lens=[9], context_lens=[29]), same_distance).sizes
+    assert (sizes["query_lens"], sizes["context_lens"]) == ([3], [23])
+
+    def two_full_chunks(case: Case) -> Record:
+        chunk, history = case.sizes["history_chunk_size"], case.sizes["context_lens"][0] - case.sizes["query_lens"][0]
+        return record_of(case, Verdict.NUMERIC if chunk >= 11 and history == 2 * chunk else Verdict.PASS)
+
+    sizes = search(mla_case(query_lens=[9], context_lens=[41]), two_full_chunks).sizes
+    assert (sizes["query_lens"], sizes["context_lens"], sizes["history_chunk_size"]) == ([1], [23], 11)
 
 
 def test_a_case_that_became_small_no_longer_needs_a_device() -> None:

@@ -43,11 +43,14 @@ def mla_prefill_cases(request: CaseRequest) -> list[Case]:
             )
         draw.add("ramp-v", dtype, SMALL, Batch(query_lens=[3, 1], context_lens=[343, 2]), chunk=17)
         draw.add("exact-uniform", dtype, SMALL, Batch(query_lens=[8, 1, 64], context_lens=[64, 65, 128]), chunk=64)
+        # passes over more keys than a low-precision sum can count, and longer than one tile can hide
+        draw.add("exact-uniform", dtype, SMALL, Batch(query_lens=[1], context_lens=[304]), chunk=4096)
+        draw.add("ramp-v", dtype, SMALL, Batch(query_lens=[8], context_lens=[700]), chunk=4096)
         for chunk in CHUNK_SIZES:
             longest = 20 if chunk == 1 else 65 if chunk == 17 else 193
             batch = draw.batch(requests=3, longest=longest, most_queries=17, chunk=chunk)
             draw.add("diffuse", dtype, SMALL_NOPE if chunk == 64 else SMALL, batch, chunk=chunk)
-        draw.captured(dtype, queries=64, tokens=384, chunk=64)
+        draw.captured(dtype, queries=70, tokens=384, chunk=64)
     if request.tier != "smoke":
         _full_cases(draw)
     return draw.cases

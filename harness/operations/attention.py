@@ -10,7 +10,7 @@ from ...optimized.attention import AttentionShape, attention, plan_attention
 from ..batches import log_uniform, uneven_batch
 from ..case import Case
 from ..contract import Contract, default_contract
-from ..families import FAMILIES, attention_values, tokens_of
+from ..families import FAMILIES, attention_values, tokens_of, visible_nan
 from ..operation import CaseRequest, Inputs, Kernel, Outline, Rows
 from ..poison import Ledger
 from ..providers import available_providers, interpreted_tiles_refusal, provider_refusal
@@ -89,7 +89,7 @@ class Attention:
     def _edge_sizes(self, request: CaseRequest) -> dict[str, Any]:
         """Lengths around tile edges, causal with more queries than keys in one request: its first rows see nothing."""
         sizes = self._sizes(request, d_qk=24, d_v=16, num_heads=2, num_kv_heads=1)
-        return sizes | {"query_lens": [1, 5, 15, 17, 64], "key_lens": [1, 3, 63, 65, 129], "causal": True}
+        return sizes | {"query_lens": [1, 5, 15, 17, 70], "key_lens": [1, 3, 63, 65, 129], "causal": True}
 
     def _case(self, family: str, dtype: str, sizes: dict[str, Any], rng: np.random.Generator) -> Case:
         if family == "exact-uniform":
@@ -110,6 +110,9 @@ class Attention:
         names = ("num_heads", "num_kv_heads", "d_qk", "d_v", "softmax_scale")
         tokens = tokens_of(sizes["query_lens"], sizes["key_lens"], causal=sizes["causal"], generator=generator)
         values = attention_values(case.family, tokens, generator=generator, **{name: sizes[name] for name in names})
+        undefined = visible_nan(case.family, sizes["query_lens"], sizes["key_lens"])
+        if undefined is not None:
+            values[1][sum(sizes["key_lens"][: undefined[0]]) + undefined[1]] = torch.nan
         q, k, v = (tensor.to(device).to(getattr(torch, case.dtype)) for tensor in values)
         d_qk, d_v = sizes["d_qk"], sizes["d_v"]
         columns = {"q": slice(0, d_qk), "k": slice(0, d_qk), "v": slice(d_qk, d_qk + d_v)}
@@ -128,10 +131,12 @@ class Attention:
 
     def outline(self, case: Case) -> Outline:
         """Rows see no key where the request has none, or where causality cuts all of them off."""
-        empty, requests = [], []
+        empty, requests, undefined = [], [], []
+        nan_request, _ = visible_nan(case.family, case.sizes["query_lens"], case.sizes["key_lens"]) or (-1, 0)
         for request, (n, m) in enumerate(zip(case.sizes["query_lens"], case.sizes["key_lens"], strict=True)):
             last_key = torch.arange(n) + m - n if case.sizes["causal"] else torch.full((n,), m - 1)
             empty.append(last_key < 0)
+            undefined.append(torch.full((n,), request == nan_request))
             requests.append(torch.full((n,), request))
         return Outline(
             num_tokens=sum(case.sizes["query_lens"]),
@@ -139,6 +144,7 @@ class Attention:
             d_v=case.sizes["d_v"],
             empty_rows=torch.cat(empty),
             requests=torch.cat(requests),
+            nan_rows=torch.cat(undefined),
         )
 
     def rows(self, case: Case, arguments: dict[str, Any], *, budget: int) -> Iterator[Rows]:
@@ -149,9 +155,11 @@ class Attention:
         everything = sum(costs) <= budget
         starts_q, starts_k = np.cumsum([0, *query_lens]), np.cumsum([0, *key_lens])
         group = sizes["num_heads"] // sizes["num_kv_heads"]
+        nan_request, _ = visible_nan(case.family, query_lens, key_lens) or (-1, 0)
         for request in sample_requests(costs, budget=budget, rng=rng):
             n, m = query_lens[request], key_lens[request]
-            if n == 0:
+            # rows that see a NaN have no answer to compare with: they are G1's
+            if n == 0 or request == nan_request:
                 continue
             offset = m - n if sizes["causal"] else 0
             heads = sample_heads(sizes["num_heads"], everything=everything, rng=rng)

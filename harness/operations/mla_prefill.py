@@ -13,7 +13,7 @@ from ...reference.mla_prefill import expand_latent, requests
 from ..activations import captured_latents
 from ..case import Case
 from ..contract import Contract, default_contract
-from ..families import latent_values, tokens_of
+from ..families import latent_values, tokens_of, visible_nan
 from ..operation import CaseRequest, Inputs, Kernel, Outline, Rows
 from ..poison import Ledger
 from ..providers import available_providers, interpreted_tiles_refusal, provider_refusal
@@ -55,6 +55,9 @@ class MlaPrefill:
             values = captured_latents(sizes["captured"], query_lens, context_lens)
         else:
             values = latent_values(case.family, tokens, generator=generator, **{name: sizes[name] for name in SIZES})
+        undefined = visible_nan(case.family, query_lens, context_lens)
+        if undefined is not None:
+            values[1][sum(context_lens[: undefined[0]]) + undefined[1]] = torch.nan
         q, kv_c, k_pe, kv_b_proj = (tensor.to(device).to(getattr(torch, case.dtype)) for tensor in values)
         slots, slot_table, rows = _layout(context_lens, generator)
 
@@ -74,13 +77,16 @@ class MlaPrefill:
 
     def outline(self, case: Case) -> Outline:
         """Every query sees at least itself."""
-        query_lens = case.sizes["query_lens"]
+        query_lens, context_lens = case.sizes["query_lens"], case.sizes["context_lens"]
+        nan_request, _ = visible_nan(case.family, query_lens, context_lens) or (-1, 0)
+        requests = torch.repeat_interleave(torch.arange(len(query_lens)), torch.tensor(query_lens))
         return Outline(
             num_tokens=sum(query_lens),
             num_heads=case.sizes["num_heads"],
             d_v=case.sizes["d_v"],
             empty_rows=torch.zeros(sum(query_lens), dtype=torch.bool),
-            requests=torch.repeat_interleave(torch.arange(len(query_lens)), torch.tensor(query_lens)),
+            requests=requests,
+            nan_rows=requests == nan_request,
         )
 
     def rows(self, case: Case, arguments: dict[str, Any], *, budget: int) -> Iterator[Rows]:
@@ -92,7 +98,11 @@ class MlaPrefill:
         parts = requests(*(arguments[name].cpu() for name in names))
         w_uk, w_uv = arguments["kv_b_proj"].double().split([sizes["d_nope"], sizes["d_v"]], dim=1)
         device = arguments["q"].device
+        nan_request, _ = visible_nan(case.family, sizes["query_lens"], sizes["context_lens"]) or (-1, 0)
         for request in sample_requests(costs, budget=budget, rng=rng):
+            # rows that see a NaN have no answer to compare with: they are G1's
+            if request == nan_request:
+                continue
             queries, slots, last_key = parts[request]
             history = len(slots) - len(last_key)
             heads = sample_heads(sizes["num_heads"], everything=everything, rng=rng)
@@ -130,11 +140,15 @@ class MlaPrefill:
 def _layout(context_lens: list[int], generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """Slots of the packed tokens, the slot table and the row of each request.
 
-    Slots are a random permutation that leaves out the first slot, the last one and a fifth of the others; rows are
-    permuted among more rows than there are requests, so that no row is its batch index by habit.
+    Slots are a random permutation with a fifth of the cache unused. Every other draw leaves out the first and the last
+    slot, so that their NaN shows where they are taken for padding; the others give both to tokens, so that a token
+    there shows where it is taken for padding. Rows are permuted among more rows than there are requests.
     """
     total, count = sum(context_lens), len(context_lens)
     slots = torch.randperm(total + total // 4, generator=generator)[:total] + 1
+    if total > 1 and int(torch.randint(2, (), generator=generator)):
+        ends = torch.randperm(total, generator=generator)[:2]
+        slots[ends] = torch.tensor([0, total + total // 4 + 1])
     rows = torch.randperm(count + 2, generator=generator)[:count].int()
     table = torch.full((count + 2, max(context_lens) + 3), -1, dtype=torch.int32)
     for row, part in zip(rows.tolist(), slots.split(context_lens), strict=True):

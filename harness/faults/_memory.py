@@ -1,0 +1,118 @@
+"""Faults of memory and of the form of the answer, around any clean twin."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._chunked import State
+
+Twin = Callable[[Mapping[str, Any]], State]
+
+
+def unwritten(twin: Twin, arguments: Mapping[str, Any], rows: slice, heads: slice) -> State:
+    """Leave part of both results as the memory came."""
+    out, lse = twin(arguments)
+    lazy_out, lazy_lse = torch.empty_like(out), torch.empty_like(lse)
+    written = torch.ones_like(lse, dtype=torch.bool)
+    written[rows, heads] = False
+    lazy_out[written], lazy_lse[written] = out[written], lse[written]
+    return lazy_out, lazy_lse
+
+
+def past_the_end(twin: Twin, arguments: Mapping[str, Any]) -> State:
+    """Store one row more than the output has."""
+    out, lse = twin(arguments)
+    mine = torch.empty_like(out)
+    mine.copy_(out)
+    row = out.shape[1] * out.shape[2]
+    torch.as_strided(mine, (row,), (1,), mine.storage_offset() + out.numel()).fill_(1.0)
+    return mine, lse
+
+
+def uninitialised_accumulator(twin: Twin, arguments: Mapping[str, Any]) -> State:
+    """Add the result to fresh memory as if it were zero."""
+    out, lse = twin(arguments)
+    return torch.empty_like(out).add_(out), lse
+
+
+def scaled_in_place(twin: Twin, arguments: Mapping[str, Any]) -> State:
+    """Fold the scale into the caller's queries."""
+    arguments["q"].mul_(arguments["softmax_scale"])
+    return twin({**arguments, "softmax_scale": 1.0})
+
+
+class Workspace:
+    """One output buffer for all calls of a shape: a result lasts until the next call."""
+
+    def __init__(self) -> None:
+        """No call yet."""
+        self._buffers: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, twin: Twin, arguments: Mapping[str, Any]) -> State:
+        """Compute into the buffer and hand it out."""
+        fresh = twin(arguments)
+        key = (tuple(fresh[0].shape), fresh[0].dtype, fresh[0].device)
+        mine = self._buffers.setdefault(key, (torch.zeros_like(fresh[0]), torch.zeros_like(fresh[1])))
+        for buffer, result in zip(mine, fresh, strict=True):
+            buffer.copy_(result)
+        return mine
+
+
+class Memo:
+    """The answer of the last call, given again when shapes, dtype and address of the queries are the same."""
+
+    def __init__(self) -> None:
+        """No call yet."""
+        self._key: tuple[Any, ...] = ()
+        self._answer: State | None = None
+
+    def __call__(self, twin: Twin, arguments: Mapping[str, Any]) -> State:
+        """Compute once for each key, which knows nothing of the values."""
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        key = (arguments["q"].data_ptr(), *((name, tuple(t.shape), t.dtype) for name, t in tensors.items()))
+        if key != self._key or self._answer is None:
+            self._key, self._answer = key, twin(arguments)
+        out, lse = self._answer
+        return out.clone(), lse.clone()
+
+
+class Previous:
+    """Double buffering with the wrong index: each call returns what the call before computed."""
+
+    def __init__(self) -> None:
+        """No call yet."""
+        self._last: State | None = None
+
+    def __call__(self, twin: Twin, arguments: Mapping[str, Any]) -> State:
+        """Compute, keep, and return the older one if it has the shape."""
+        fresh, last = twin(arguments), self._last
+        self._last = fresh
+        fits = last is not None and last[0].shape == fresh[0].shape and last[0].dtype == fresh[0].dtype
+        return last if last is not None and fits else (torch.empty_like(fresh[0]), torch.empty_like(fresh[1]))
+
+
+class CallCounter:
+    """How often a fault ran: what stands in for the order in which threads arrive."""
+
+    def __init__(self) -> None:
+        """No call yet."""
+        self.calls = 0
+
+    def next(self) -> int:
+        """Count one call."""
+        self.calls += 1
+        return self.calls
+
+
+class Baked:
+    """Compiled artifacts by class: the size of whoever came first is baked into each."""
+
+    def __init__(self) -> None:
+        """Nothing is compiled yet."""
+        self._sizes: dict[Any, int] = {}
+
+    def __call__(self, kind: Any, size: int) -> int:
+        """The size with which the artifact of this class runs."""
+        return self._sizes.setdefault(kind, size)
