@@ -135,6 +135,37 @@ def check(
 
 
 @app.command()
+def mutate(
+    ops: Annotated[list[str] | None, typer.Argument(help="Operations; all if none is named.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    seed: Annotated[int, typer.Option(min=0, help="Of the draw of cases and tensors.")] = 0,
+    fresh_seeds: Annotated[
+        int, typer.Option("--fresh-seeds", min=0, help="Run the correct variants on that many further seeds.")
+    ] = 0,
+    admission: Annotated[bool, typer.Option("--admission", help="Show that every case kills null kernels.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for the kill matrix.")] = None,
+) -> None:
+    """Judge the judge: plant known faults, which it must find, and correct variants, which it must accept.
+
+    Exit codes: 0 all found and none rejected, 1 otherwise, 2 usage, 130 interrupted.
+    """
+    _prepare(device=device)
+    from .mutate_command import MutateOptions, run_mutate
+    from .plan import UsageError
+
+    options = MutateOptions(
+        ops=tuple(ops or ()), device=device, seed=seed, fresh_seeds=fresh_seeds, admission=admission, out=out
+    )
+    try:
+        code = run_mutate(options, console)
+    except UsageError as error:
+        _usage(str(error))
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    raise typer.Exit(code)
+
+
+@app.command()
 def replay(
     capsule: Annotated[Path, typer.Argument(help="JSON file of a failure, from the folder capsules of a run.")],
     kernel: Annotated[str | None, typer.Option(help="Another kernel than the recorded one.")] = None,

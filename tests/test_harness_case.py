@@ -20,16 +20,16 @@ def drawn(op: str, tier: str = "smoke", seed: int = 0) -> list[Case]:
 GOLDEN = {
     "attention": (
         "attention-diffuse-float32-ab5b5e5f",
-        "attention-shifted-float16-76782044",
-        "attention-peaked-bfloat16-1be420e0",
+        "attention-sunken-float16-e82bdf59",
+        "attention-peaked-bfloat16-29413e5f",
     ),
     "mla_prefill": (
         "mla_prefill-diffuse-float32-017e3401",
-        "mla_prefill-ramp-v-float16-ce1ad8b4",
-        "mla_prefill-captured-bfloat16-0b7d8498",
+        "mla_prefill-ramp-v-float16-4a4ae496",
+        "mla_prefill-captured-bfloat16-e25ae371",
     ),
 }
-DIGESTS = {"attention": "ff69c11f9053", "mla_prefill": "3471cc2f853c"}
+DIGESTS = {"attention": "e5e20c30ecf5", "mla_prefill": "a8c7d8fc2390"}
 
 
 @pytest.mark.parametrize("op", operations.NAMES)

@@ -118,8 +118,8 @@ def test_noise_and_leftovers_are_not_deterministic() -> None:
 
     def accumulating(**given: Any) -> Answer:
         out, lse = honest_attention(**given)
-        # the same memory is handed out at each call, and never reset
-        kept["out"] = kept.setdefault("out", torch.zeros_like(out)).add_(out)
+        # the sum goes on from call to call
+        kept["out"] = kept.setdefault("out", torch.zeros_like(out)) + out
         return kept["out"], lse
 
     for attend in (noisy, accumulating):
@@ -130,16 +130,30 @@ def test_noise_and_leftovers_are_not_deterministic() -> None:
     assert judged(declared, attention_case()).verdict == "PASS"
 
 
+def test_a_result_in_the_memory_of_an_earlier_one_is_found() -> None:
+    buffers: dict[torch.Size, Tensor] = {}
+
+    def workspace(**given: Any) -> Answer:
+        out, lse = honest_attention(**given)
+        return buffers.setdefault(out.shape, torch.empty_like(out)).copy_(out), lse
+
+    record = judged(workspace, attention_case())
+    assert (record.verdict, record.text) == ("STRUCTURE", "out must own its memory, got that of an earlier result")
+
+
 def test_answers_to_other_contents_are_not_answers_to_these() -> None:
     kept: list[Answer] = []
     known: dict[int, Answer] = {}
 
     def late(**given: Any) -> Answer:
         kept.append(honest_attention(**given))
-        return kept[-2] if len(kept) > 1 else kept[-1]
+        return copied(kept[-2] if len(kept) > 1 else kept[-1])
 
     def remembering(**given: Any) -> Answer:
-        return known.setdefault(given["q"].data_ptr(), honest_attention(**given))
+        return copied(known.setdefault(given["q"].data_ptr(), honest_attention(**given)))
+
+    def copied(answer: Answer) -> Answer:
+        return answer[0].clone(), answer[1].clone()
 
     for attend in (late, remembering):
         record = judged(attend, attention_case(seed=1))

@@ -175,7 +175,8 @@ def test_the_statistics_of_a_block_are_those_of_its_rows() -> None:
     scale = ScaleRows.of(c, u, rows, 1.01 * out)
     torch.testing.assert_close(scale.alpha, torch.full_like(scale.alpha, 0.01), rtol=1e-9, atol=0)
     unit = 2.0**-8
-    expected = ((unit**2 + u.ex2**2) * c.scale_p + unit**2 * c.scale_out + 2.0**-48 * c.scale_sum) / 3
+    sums = 2.0**-48 * (c.scale_sum + c.scale_logits)
+    expected = ((unit**2 + u.ex2**2) * c.scale_p + unit**2 * c.scale_out + sums) / 3
     expected = expected + 2.0**-48 * c.scale_fp32
     torch.testing.assert_close(scale.independent, expected.flatten(), rtol=1e-9, atol=0)
     # nothing is projected, so that no row shares an error

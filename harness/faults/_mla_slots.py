@@ -178,7 +178,7 @@ def unused_slots_cleared(**arguments: Any) -> State:
     return mla_prefill_twin(arguments)
 
 
-@planted(OP, NUMERIC, rows=("FC-033",))
+@planted(OP, NONFINITE, rows=("FC-033",))
 def nan_swallowed(**arguments: Any) -> State:
     """Undefined latents count as 0, so that a broken cache looks like a result."""
 

@@ -1,0 +1,106 @@
+"""``assay mutate``: admission, the bound on false rejections, what it leaves behind, and that it can fail."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import attention_case, operation_of
+from rich.console import Console
+from typer.testing import CliRunner
+
+from assay.harness import mutate_command
+from assay.harness.admission import NULL_KERNELS, admissions
+from assay.harness.cli import app
+from assay.harness.faults import Variant
+from assay.harness.kernels import wrap_function
+from assay.harness.mutate import kill_matrix
+from assay.harness.mutate_command import MutateOptions, run_mutate, zero_event_bound
+from assay.harness.plan import UsageError
+from assay.harness.record import Verdict
+from assay.harness.runner import run_case
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def two_cases(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    cases = [attention_case("diffuse", "bfloat16"), attention_case("peaked", "float16", seed=1)]
+    monkeypatch.setattr(mutate_command, "_cases", lambda operation, seed: cases)
+    return cases
+
+
+def run(**options: Any) -> tuple[int, str]:
+    console = Console(record=True, width=200)
+    return run_mutate(MutateOptions(ops=("attention",), device="cpu", **options), console), console.export_text()
+
+
+@pytest.mark.parametrize("null", NULL_KERNELS, ids=lambda null: null.__name__)
+def test_a_null_kernel_passes_nothing(null: Any) -> None:
+    case = attention_case()
+    operation = operation_of(case)
+    record = run_case(operation, wrap_function(null, operation), case, CPU)
+    assert record.verdict is Verdict.NUMERIC
+
+
+def test_a_case_without_kills_is_not_admitted() -> None:
+    case = attention_case()
+    operation = operation_of(case)
+    matrix = kill_matrix("attention", [case], CPU)
+    (found,) = admissions(operation, [case], matrix, CPU)
+    assert found.admitted
+    assert found.kills > 20
+    assert found.judged == len(matrix.faults)
+    # the same judgements of another case say nothing about this one
+    (stranger,) = admissions(operation, [attention_case(seed=9)], matrix, CPU)
+    assert (stranger.judged, stranger.kills) == (0, 0)
+
+
+@pytest.mark.parametrize(("trials", "bound"), [(1, 0.95), (2, 1 - 0.05**0.5), (20, 0.1391), (6000, 4.9916e-4)])
+def test_the_bound_of_clopper_and_pearson(trials: int, bound: float) -> None:
+    assert zero_event_bound(trials) == pytest.approx(bound, rel=1e-3)
+    # no event in n trials at the bound has the probability that the confidence leaves
+    assert (1 - zero_event_bound(trials)) ** trials == pytest.approx(0.05, rel=1e-9)
+
+
+def test_the_bound_needs_a_trial() -> None:
+    with pytest.raises(ValueError, match="trials must be at least 1, got 0"):
+        zero_event_bound(0)
+
+
+def test_survivors_fail_the_run_and_are_written(two_cases: list[Any], tmp_path: Path) -> None:
+    code, text = run(out=tmp_path)
+    # two cases cannot find everything
+    assert code == 1
+    assert "survived" in text
+    (table,) = json.loads((tmp_path / "kill_matrix.json").read_text())
+    survivors = [row["fault"] for row in table["rows"] if not row["right_reason"]]
+    assert survivors
+    assert len(survivors) < len(table["rows"]) / 2
+    page = (tmp_path / "kill-matrix.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| **`")]
+    assert [line.split("`")[1] for line in rows] == sorted(survivors)
+
+
+def test_a_rejected_variant_is_named_and_fails_the_run(two_cases: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    code, text = run(fresh_seeds=2)
+    assert "variants over 2 fresh seeds: 0 of" in text
+    assert "at 95 %" in text
+
+    def hasty(**arguments: Any) -> Any:
+        out, lse = mutate_command.load("attention")[1][0].function(**arguments)
+        return out * 1.05, lse
+
+    faults, variants = mutate_command.load("attention")
+    planted = (*variants, Variant(name="hasty", op="attention", function=hasty))
+    monkeypatch.setattr(mutate_command, "load", lambda op: (faults, planted))
+    code, text = run(fresh_seeds=1)
+    assert code == 1
+    assert "REJECTED hasty on attention-diffuse-bfloat16-" in text
+
+
+def test_usage() -> None:
+    with pytest.raises(UsageError, match="an operation must be one of attention, mla_prefill, got 'kda'"):
+        run_mutate(MutateOptions(ops=("kda",)), Console())
+    assert CliRunner().invoke(app, ["mutate", "kda"]).exit_code == 2
