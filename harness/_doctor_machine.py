@@ -14,13 +14,18 @@ from pathlib import Path
 # import name -> distributions that may hold it
 PROVIDERS: dict[str, tuple[str, ...]] = {
     "flash_attn_interface": ("flash-attn-3", "flash_attn_3", "flashattn-hopper"),
+    # FlashAttention 2 and 3 as vLLM bundles them
+    "vllm.vllm_flash_attn": ("vllm",),
     "flash_attn.cute": ("flash-attn-4", "flash-attn"),
     "flashinfer": ("flashinfer-python",),
     "flash_mla": ("flash-mla",),
     "flash_kda": ("flash-kda",),
     "fla": ("flash-linear-attention",),
     "cudnn": ("nvidia-cudnn-frontend",),
+    "torch.nn.attention.flex_attention": ("torch",),
 }
+# those that can also be judged without a CUDA device
+ON_CPU = ("torch.nn.attention.flex_attention",)
 
 _TOOL_SECONDS = 20
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ._doctor_machine import PROVIDERS, InterpreterTraits, Machine, inspect_machine
+from ._doctor_machine import ON_CPU, PROVIDERS, InterpreterTraits, Machine, inspect_machine
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -232,7 +232,7 @@ def _provider_finding(name: str, machine: Machine) -> Finding:
     version = machine.providers.get(name)
     if version is None:
         return Finding(subject=name, state="missing", text="not installed")
-    if not machine.devices:
+    if not machine.devices and name not in ON_CPU:
         return Finding(subject=name, state="limited", text=f"version {version}, found, but it needs a CUDA device")
     return Finding(subject=name, state="ok", text=f"version {version}, found (not imported)")
 
@@ -286,6 +286,9 @@ def _interpreted_judgement(dtype: str, machine: Machine) -> tuple[State, str]:
 
 def _external_judgement(machine: Machine) -> tuple[State, str]:
     if not machine.devices:
+        here = [name for name in machine.providers if name in ON_CPU]
+        if here:
+            return "limited", f"judged on the CPU: {', '.join(here)}; the other libraries above need a CUDA device"
         return "missing", "the libraries above need a CUDA device"
     if not machine.providers:
         return "missing", "none of the libraries above is installed"

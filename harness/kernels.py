@@ -34,7 +34,7 @@ def find_kernels(operation: Operation, name: str | None) -> list[Kernel]:
         operation: What they must compute.
         name: ``module:function``, ``path/to/file.py:function``, a provider such as ``triton``, a pattern over the names
             of the house such as ``mla_prefill[*]``, the entry point of an installed kernel, or None for all of the
-            house.
+            house but those that are judged only by name.
 
     Raises:
         KernelNotFoundError: If it stands for none, or for one of another operation.
@@ -44,7 +44,7 @@ def find_kernels(operation: Operation, name: str | None) -> list[Kernel]:
         return [wrap_function(_load_function(name), operation)]
     house = operation.kernels()
     if name is None:
-        return house
+        return [kernel for kernel in house if not kernel.by_name]
     wanted = [kernel for kernel in house if name in (kernel.name, _provider(kernel)) or name_matches(kernel.name, name)]
     plugin = _find_plugin(name)
     if wanted and plugin is not None:

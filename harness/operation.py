@@ -78,7 +78,10 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """A candidate. ``bind`` does the host's work once and returns the forward, which the judge may call and capture."""
+    """A candidate. ``bind`` does the host's work once and returns the forward, which the judge may call and capture.
+
+    One that is ``by_name`` is judged when a name or a pattern leads to it, and left out of a run of the whole house.
+    """
 
     name: str
     contract: Callable[[Case], Contract]
@@ -86,6 +89,7 @@ class Kernel:
     unsupported: Callable[[Case, torch.device], str | None] = field(default=lambda case, device: None)
     conventions: Conventions = field(default_factory=Conventions)
     style: Literal["return", "dps"] = "return"
+    by_name: bool = False
 
 
 class Operation(Protocol):
@@ -116,7 +120,7 @@ class Operation(Protocol):
         ...
 
     def kernels(self) -> list[Kernel]:
-        """The twins of the house."""
+        """The twins of the house, and those that are judged only by name."""
         ...
 
 

@@ -16,12 +16,19 @@ _LIBRARIES = {
     "fa4": ("flash_attn.cute",),
     "flashinfer": ("flashinfer",),
 }
+# part of torch, so always found, but no kernel of the house
+BY_NAME = ("flex",)
 
 
 def available_providers() -> list[str]:
     """The providers of the house, then those of libraries that can be found here; none is imported."""
     found = [name for name, modules in _LIBRARIES.items() if any(_findable(module) for module in modules)]
     return ["torch", "sdpa", "triton", *found]
+
+
+def known_providers() -> list[str]:
+    """All that can be named here: the available ones, then those that are judged only when they are named."""
+    return [*available_providers(), *BY_NAME]
 
 
 def provider_refusal(

@@ -21,6 +21,7 @@ _MODULES = {
     "fa3": ".external.fa3",
     "fa4": ".external.fa4",
     "flashinfer": ".external.flashinfer",
+    "flex": ".external.flex",
 }
 PROVIDERS = tuple(_MODULES)
 

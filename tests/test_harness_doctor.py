@@ -185,6 +185,22 @@ def test_a_library_without_a_gpu_is_a_reservation() -> None:
     assert finding(H200, "flashinfer").state == "ok"
 
 
+def test_flex_attention_comes_with_torch_and_needs_no_gpu() -> None:
+    name = "torch.nn.attention.flex_attention"
+    assert machine_facts.installed_providers()[name] == machine_facts._distribution_version(("torch",))
+    here = dataclasses.replace(CPU, providers={name: "2.13.0", "fla": "0.4.1"})
+    assert (finding(here, name).state, finding(here, "fla").state) == ("ok", "limited")
+    external = finding(here, "external kernels")
+    assert external.state == "limited"
+    assert external.text == f"judged on the CPU: {name}; the other libraries above need a CUDA device"
+
+
+def test_flash_attention_3_is_also_looked_for_inside_vllm() -> None:
+    assert finding(H200, "vllm.vllm_flash_attn").state == "missing"
+    found = dataclasses.replace(H200, providers={"vllm.vllm_flash_attn": "0.18.1"})
+    assert finding(found, "vllm.vllm_flash_attn").state == "ok"
+
+
 def test_a_submodule_is_found_without_importing_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "heavy_attention"
     (package / "cute").mkdir(parents=True)

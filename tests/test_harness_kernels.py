@@ -39,8 +39,16 @@ def names(operation: Operation, name: str | None) -> list[str]:
 
 
 def test_without_a_name_all_of_the_house_are_meant() -> None:
-    assert names(ATTENTION, None) == [twin.name for twin in ATTENTION.kernels()]
+    assert names(ATTENTION, None) == [twin.name for twin in ATTENTION.kernels() if not twin.by_name]
     assert {"attention[torch]", "attention[sdpa]", "attention[triton]"} <= set(names(ATTENTION, None))
+
+
+@pytest.mark.parametrize("operation", [ATTENTION, MLA])
+def test_some_are_judged_only_when_named(operation: Operation) -> None:
+    twin = f"{operation.name}[flex]"
+    assert twin not in names(operation, None)
+    for name in ("flex", twin, f"{operation.name}[fl*]"):
+        assert names(operation, name) == [twin]
 
 
 @pytest.mark.parametrize("name", ["torch", "mla_prefill[torch]", "mla_prefill[to*]", "*[torch]", "*[torc?]"])

@@ -13,7 +13,7 @@ from ..contract import Contract, default_contract
 from ..families import FAMILIES, attention_values, tokens_of, visible_nan
 from ..operation import CaseRequest, Inputs, Kernel, Outline, Rows
 from ..poison import Ledger
-from ..providers import available_providers, interpreted_tiles_refusal, provider_refusal
+from ..providers import BY_NAME, interpreted_tiles_refusal, known_providers, provider_refusal
 from ..sampling import sample_heads, sample_queries, sample_requests
 
 # head dimensions of models: Llama, DeepSeek-V3 expanded, GLM-5 expanded, and one that divides into no tile
@@ -184,7 +184,7 @@ class Attention:
 
     def kernels(self) -> list[Kernel]:
         """The twin with each provider that this machine can import."""
-        return [_kernel(provider) for provider in available_providers()]
+        return [_kernel(provider) for provider in known_providers()]
 
 
 def _columns(columns: slice) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -236,7 +236,13 @@ def _kernel(provider: str) -> Kernel:
         refused = provider_refusal(provider, attention_shape(case, device), causal=sizes["causal"], **lens)
         return refused or interpreted_tiles_refusal(provider, device, heads=sizes["num_heads"], **lens)
 
-    return Kernel(name=f"attention[{provider}]", contract=contract, bind=bind, unsupported=unsupported)
+    return Kernel(
+        name=f"attention[{provider}]",
+        contract=contract,
+        bind=bind,
+        unsupported=unsupported,
+        by_name=provider in BY_NAME,
+    )
 
 
 OPERATION = Attention()

@@ -16,7 +16,7 @@ from ..contract import Contract, default_contract
 from ..families import latent_values, tokens_of, visible_nan
 from ..operation import CaseRequest, Inputs, Kernel, Outline, Rows
 from ..poison import Ledger
-from ..providers import available_providers, interpreted_tiles_refusal, provider_refusal
+from ..providers import BY_NAME, interpreted_tiles_refusal, known_providers, provider_refusal
 from ..sampling import sample_heads, sample_queries, sample_requests
 from ._mla_prefill_cases import mla_prefill_cases
 
@@ -134,7 +134,7 @@ class MlaPrefill:
 
     def kernels(self) -> list[Kernel]:
         """The chunked twin with each provider that this machine can import."""
-        return [_kernel(provider) for provider in available_providers()]
+        return [_kernel(provider) for provider in known_providers()]
 
 
 def _layout(context_lens: list[int], generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -223,7 +223,13 @@ def _kernel(provider: str) -> Kernel:
             provider, device, heads=sizes["num_heads"], query_lens=query_lens, key_lens=keys
         )
 
-    return Kernel(name=f"mla_prefill[{provider}]", contract=contract, bind=bind, unsupported=unsupported)
+    return Kernel(
+        name=f"mla_prefill[{provider}]",
+        contract=contract,
+        bind=bind,
+        unsupported=unsupported,
+        by_name=provider in BY_NAME,
+    )
 
 
 def _passes(queries: int, context: int, chunk: int) -> list[int]:

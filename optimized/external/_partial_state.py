@@ -1,6 +1,7 @@
 """What every attention adapter needs: which rows are empty, and the library's answer in this project's convention.
 
-The convention: ``out`` normalised, ``lse`` ``[T, H]`` float32 in natural log, ``(0, -inf)`` in a row without keys.
+The convention: ``out`` normalised, ``lse`` ``[T, H]`` float32 (float64 for float64 input) in natural log, ``(0, -inf)``
+in a row without keys.
 """
 
 import math
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from .._attention_torch import accumulation_dtype
 from .._layout import copy_engine_objection
 
 if TYPE_CHECKING:
@@ -56,11 +58,13 @@ def canonical_state(
         empty: Of ``empty_rows``.
 
     Returns:
-        ``out``, and ``lse``, ``[T, H]``, contiguous, float32, natural log.
+        ``out``, and ``lse``, ``[T, H]``, contiguous, float32 (float64 if it came so), natural log.
     """
     if layout == "HT":
         lse = lse.t()
-    lse = lse.float() * math.log(2.0) if base == "2" else lse.float()
+    lse = lse.to(accumulation_dtype(lse.dtype))
+    if base == "2":
+        lse = lse * math.log(2.0)
     if empty is not None:
         out = out.masked_fill(empty[:, None, None], 0.0)
         lse = lse.masked_fill(empty[:, None], float("-inf"))
