@@ -1,6 +1,7 @@
 """A kernel is judged in its own conventions: it gets the same values in its own layout, and nothing is forgiven."""
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def test_the_base_that_is_said_is_the_base_that_must_be(does: Any, says: Any) ->
 
 
 def test_a_wrong_layout_of_the_lse_is_named_with_the_convention() -> None:
-    record = judged(kernel(conventions=Conventions(lse_layout="HT"))(honest_mla), mla_case())
+    record = judged(kernel(conventions=Conventions(lse_layout="HT"))(partial(honest_mla)), mla_case())
     assert record.verdict == "STRUCTURE"
     assert record.text == "lse must have shape (14, 2), got (2, 14), under lse_layout='HT'"
 
