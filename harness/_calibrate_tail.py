@@ -1,4 +1,4 @@
-"""Tails of gate ratios: how likely a correct kernel is rejected, and where a limit could lie. Part of ``calibrate.py``."""
+"""Tails of gate ratios: how likely a correct kernel is rejected, and where a limit could lie."""
 
 import importlib
 import math

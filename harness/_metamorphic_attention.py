@@ -35,7 +35,7 @@ def _poison(case: Case, inputs: Inputs, requests: set[int], value: float) -> Non
 
 def _largest_value(arguments: dict[str, Any]) -> float:
     v: Tensor = arguments["v"]
-    return float(v.abs().max()) if v.numel() else 0.0
+    return float(v.double().nan_to_num(nan=0.0).abs().max()) if v.numel() else 0.0
 
 
 def _scale_values(arguments: dict[str, Any], factor: float) -> None:

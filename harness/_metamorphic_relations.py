@@ -32,6 +32,7 @@ class Scene:
         contract: What the kernel promised.
         moves: The rearrangements of the operation.
         requests: ``[T]``, owner of each row of the answer.
+        defined: ``[T]``, bool, rows that see no NaN; the others have no bits to compare.
         paged: Whether the kernel gets its keys in pages, wherever the operation puts them.
     """
 
@@ -40,6 +41,7 @@ class Scene:
     contract: Contract
     moves: Moves
     requests: Tensor
+    defined: Tensor
     paged: bool
 
     @property
@@ -54,7 +56,7 @@ class Scene:
     def question(self, *, case: Case | None = None, **changes: object) -> "Question":
         """The inputs as they are now, under ``case`` if it is another one."""
         part = case or self.case, self.inputs
-        rows = torch.arange(len(self.requests))
+        rows = self.defined.nonzero()[:, 0]
         base = Question(parts=(part,), whole=part, bits="must", rows=rows, place=rows)
         return replace(base, **changes)  # type: ignore[arg-type]
 
@@ -105,7 +107,7 @@ def _poisoned_neighbours(scene: Scene) -> Iterator[Question]:
     count = len(query_lens)
     owners = torch.repeat_interleave(torch.arange(count), torch.tensor(query_lens, dtype=torch.long))
     for parity in (0, 1):
-        rows = (owners % 2 == parity).nonzero()[:, 0]
+        rows = ((owners % 2 == parity) & scene.defined).nonzero()[:, 0]
         if count > 1 and len(rows):
             scene.moves.poison(scene.case, scene.inputs, set(range(1 - parity, count, 2)), math.nan)
             yield scene.question(rows=rows, place=rows)
@@ -130,7 +132,8 @@ def _permute(scene: Scene) -> Iterator[Question]:
     order = torch.randperm(len(query_lens), generator=scene.generator(2)).tolist()
     if order == sorted(order):
         order.reverse()
-    if len(order) < 2:
+    # which request sees the NaN of a case is said by its lengths, and those are permuted, too
+    if len(order) < 2 or not bool(scene.defined.all()):
         return
     case = scene.moves.permute(scene.case, scene.inputs, order)
     tokens = torch.arange(len(scene.requests)).split(query_lens)
@@ -148,7 +151,7 @@ def _alone(scene: Scene) -> Iterator[Question]:
     lens = list(zip(scene.moves.query_lens(scene.case), scene.moves.key_lens(scene.case), strict=True))
     # the one with most keys is the first that a kernel would split otherwise
     request = max(range(len(lens)), key=lambda one: (lens[one][0] > 0, lens[one][1]))
-    if not scene.invariant or lens[request][0] == 0:
+    if not scene.invariant or lens[request][0] == 0 or not bool(scene.defined.all()):
         return
     for move in (scene.moves.alone, scene.moves.last_query):
         if move is not None:

@@ -17,12 +17,15 @@ from .contract import PRECISION_OF_DTYPE, Contract
 from .conventions import Conventions
 from .interpreter import InterpretedBfloat16Error, no_interpreted_bfloat16
 from .layouts import empty_row_gates, prepared, restated
+from .metamorphic import MOVES, Rearranged, ask_again
 from .operation import Inputs, Kernel, Operation, Outline
 from .poison import SENTINEL, Allocations, poisoned_allocations, same_bits
 from .record import GateResult, Location, Verdict
 from .replays import replay_gates
 
 NAMES = ("out", "lse")
+# rearrangements are about layout, not values: one family asks them, that in which a single key decides
+REARRANGED_FAMILIES = ("peaked",)
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(torch.__file__).parents[1] / "triton"))
 
 
@@ -44,6 +47,7 @@ class Execution:
         first: ``(out, lse)`` of the first call, by value, in the oracle's conventions.
         last: The same of the third.
         gates: Repeats and replays (G7), in which no oracle takes part.
+        again: What it answered to rearrangements of the case (G8); None where none were asked.
         conventions: Of the kernel, for the places that a report names.
     """
 
@@ -52,6 +56,7 @@ class Execution:
     last: tuple[Tensor, Tensor]
     gates: tuple[GateResult, ...]
     conventions: Conventions = field(default_factory=Conventions)
+    again: Rearranged | None = None
 
 
 def execute(operation: Operation, kernel: Kernel, case: Case, inputs: Inputs, device: torch.device) -> Execution | Stop:
@@ -68,7 +73,11 @@ def execute(operation: Operation, kernel: Kernel, case: Case, inputs: Inputs, de
         with no_interpreted_bfloat16():
             contract, outline = kernel.contract(case), operation.outline(case)
             given = prepared(inputs, kernel, case, contract, outline)
-            return _restated(_execute(kernel, contract, outline, given, device), kernel.conventions, outline)
+            result = _restated(_execute(kernel, contract, outline, given, device), kernel.conventions, outline)
+            if isinstance(result, Stop) or case.family not in REARRANGED_FAMILIES or operation.name not in MOVES:
+                return result
+            again = ask_again(operation, kernel, case, inputs, device, result.first, contract)
+            return replace(result, again=again)
     except (Exception, SystemExit) as error:
         return _raised(error)
 

@@ -12,10 +12,12 @@ from . import operations
 from .capsule import Origin, write_capsule
 from .case import Case
 from .contract import Contract
+from .execution import Execution, Stop
 from .kernels import is_strange
 from .operation import Operation
 from .options import CheckOptions
 from .record import Record, Verdict
+from .runner import Exam
 from .shrink import fault_kind, shrink, shrunk_text
 from .snippet import snippet
 
@@ -31,12 +33,14 @@ class Candidate:
         name: For reports.
         run_case: How a case is judged.
         operation: What it computes.
+        ask: What it answers to a case, without a judgement.
         contract: What it promises; None where only its own process knows.
     """
 
     name: str
     run_case: Callable[[Case], Record]
     operation: Operation
+    ask: Callable[[Exam], Execution | Stop]
     contract: Callable[[Case], Contract] | None = None
 
 

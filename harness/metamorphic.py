@@ -170,12 +170,15 @@ def judge_again(
 def _scene(operation: Operation, case: Case, inputs: Inputs, contract: Contract, conventions: Conventions) -> Scene:
     if operation.name not in MOVES:
         raise NotImplementedError(f"operation must be one of {', '.join(MOVES)}, got {operation.name}")
+    outline = operation.outline(case)
+    nan_rows = torch.zeros(outline.num_tokens, dtype=torch.bool) if outline.nan_rows is None else outline.nan_rows
     return Scene(
         case=case,
         inputs=inputs,
         contract=contract,
         moves=MOVES[operation.name],
-        requests=operation.outline(case).requests,
+        requests=outline.requests,
+        defined=~nan_rows.cpu(),
         paged=conventions.cache != "slots",
     )
 

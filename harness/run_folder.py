@@ -77,6 +77,8 @@ def read_run(path: Path, *, rows: bool = True) -> Run:
                 notes.append(f"The run was interrupted while writing: line {number} is cut off and was left out.")
                 break
             records.append(_record(line, f"{file}:{number}", unknown, rows=rows))
+    # a verdict that is reached over the whole run is written again, after all others
+    records = list({(record.op, record.kernel, record.case["id"]): record for record in records}.values())
     if unknown:
         notes.append(f"Written by another version: fields {', '.join(sorted(unknown))} were left out.")
     notes += _unfinished(header, records)

@@ -12,6 +12,7 @@ from .companions import Companions
 from .execution import Execution, Stop, describe, execute
 from .gates import judge_answers, nonfinite_gates, oracle_answers
 from .layouts import relocated
+from .metamorphic import judge_again
 from .operation import Kernel, Operation, Rows
 from .record import GateResult, Record, RowErrors, Verdict
 
@@ -164,10 +165,15 @@ def assess(exam: Exam, execution: Execution | Stop) -> Finding:
         worst = _failed(gates)
         text = worst.text or f"{worst.gate}: {worst.ratio:.3g} x its limit"
         return Finding(verdict=Verdict.NUMERIC, text=text, gates=tuple(gates), **judged)
+    verdict = Verdict.NONDETERMINISTIC
     gates += execution.gates
+    if all(gate.passed for gate in gates) and execution.again is not None:
+        verdict = Verdict.METAMORPHIC
+        gates += judge_again(exam.operation, case, exam.inputs, contract, execution.conventions, execution.again)
     failed = [gate for gate in gates if not gate.passed]
-    verdict, text = (Verdict.NONDETERMINISTIC, failed[0].text) if failed else (Verdict.PASS, "")
-    return Finding(verdict=verdict, text=text, gates=tuple(gates), **judged)
+    if not failed:
+        return Finding(verdict=Verdict.PASS, gates=tuple(gates), **judged)
+    return Finding(verdict=verdict, text=failed[0].text, gates=tuple(gates), **judged)
 
 
 def _failed(gates: list[GateResult]) -> GateResult:

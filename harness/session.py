@@ -17,14 +17,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .case import Case, plan_digest
+from .downgrade import reassess_answers
+from .execution import Execution, Stop, execute
 from .failures import Candidate, FailureKeeper
 from .kernels import KernelNotFoundError, find_kernels, is_strange
-from .operation import Operation
+from .operation import Kernel, Operation
 from .options import CheckOptions, case_request, chosen_operations, command_of, resolve_device
 from .plan import Selection, UsageError, describe, plan_cases
 from .record import ExitCode, Record, Verdict, open_records
 from .report import case_table, failure_lines, print_run
-from .runner import ExamRoom, run_case
+from .runner import Exam, ExamRoom, run_case
 from .waivers import Waiver, apply, findings, load_waivers
 from .worker import isolated
 
@@ -52,6 +54,7 @@ def run_check(options: CheckOptions, console: Console) -> int:
         with open_records(options.out, _header(options, cases, device)) as writer:
             session = _Session(options, waivers, device, console, writer.write)
             session.judge_all(work)
+            session.name_downgrades(work)
     print_run(console, session.records, title=f"assay check, tier {options.tier}")
     left = len(work) - len(session.records)
     if left:
@@ -76,15 +79,24 @@ def _candidates(operation: Operation, options: CheckOptions, device: torch.devic
         if foreign and not options.in_process:
             worker = isolated(operation, str(options.kernel), device, timeout=options.timeout)
             running = stack.enter_context(worker)
-            return [Candidate(name=running.name, run_case=running.run_case, operation=operation)]
+            return [Candidate(name=running.name, run_case=running.run_case, operation=operation, ask=running.ask)]
         kernels = find_kernels(operation, options.kernel)
     except (KernelNotFoundError, TypeError) as error:
         raise UsageError(str(error)) from error
-    candidates = []
-    for kernel in kernels:
-        judge = partial(run_case, operation, kernel, device=device, room=room)
-        candidates.append(Candidate(name=kernel.name, run_case=judge, operation=operation, contract=kernel.contract))
-    return candidates
+    return [_house_candidate(operation, kernel, device, room) for kernel in kernels]
+
+
+def _house_candidate(operation: Operation, kernel: Kernel, device: torch.device, room: ExamRoom) -> Candidate:
+    def ask(exam: Exam) -> Execution | Stop:
+        return execute(operation, kernel, exam.case, exam.inputs, device)
+
+    return Candidate(
+        name=kernel.name,
+        run_case=partial(run_case, operation, kernel, device=device, room=room),
+        operation=operation,
+        ask=ask,
+        contract=kernel.contract,
+    )
 
 
 def _work(
@@ -113,6 +125,7 @@ class _Session:
         write: Callable[[str], None],
     ) -> None:
         self._options, self._waivers, self._console, self._write = options, waivers, console, write
+        self._device = device
         self._keeper = None if options.out is None else FailureKeeper(options, options.out, device, console)
         # a waiver changes what a record says, and is itself held against what the judge said
         self._originals: list[Record] = []
@@ -136,6 +149,21 @@ class _Session:
                         self._keeper.keep(candidate, case, record)
                     if options.fail_fast:
                         break
+
+    def name_downgrades(self, work: list[tuple[Candidate, Case]]) -> None:
+        """Look over all cases of a kernel whether its failures are those of a lower precision than it declares."""
+        if len(self.records) < len(work):
+            return
+        candidates = {(candidate.operation.name, candidate.name): candidate for candidate, _ in work}
+        cases, before = [case for _, case in work], self.records
+        for candidate in candidates.values():
+            self.records = reassess_answers(
+                candidate.operation, candidate.name, candidate.ask, cases, self.records, self._device
+            )
+        revised = [record for record, old in zip(self.records, before, strict=True) if record is not old]
+        for record in revised:
+            self._write(record.to_json())
+            self._console.print(failure_lines(record, record.command), soft_wrap=True)
 
     def waiver_findings(self, *, complete: bool) -> list[str]:
         """What is wrong with the waivers themselves."""

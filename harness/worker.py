@@ -4,35 +4,25 @@ The parent and the worker draw the same inputs from the case. The worker runs th
 parent alone consults the oracle. Messages are JSON with tensors as safetensors, never pickle.
 """
 
-import json
 import os
-import select
 import signal
-import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import IO, Any
 
 import torch
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
-from torch import Tensor
 
 from .case import Case
-from .contract import Contract
-from .conventions import Conventions
 from .discovery import load_operation
 from .execution import Execution, Stop, execute
 from .kernels import KernelNotFoundError, find_kernels
+from .messages import decode, encode, receive, send
 from .operation import Kernel, Operation
-from .record import GateResult, Location, Record, Verdict
-from .runner import NEEDS_DEVICE, ExamRoom, Finding, assess, make_record, refuse, sit
+from .record import Record, Verdict
+from .runner import NEEDS_DEVICE, Exam, ExamRoom, Finding, assess, make_record, refuse, sit
 
-HEADER = struct.Struct("<QQ")
 # an interpreter starts, imports torch and the kernel's module, and maybe opens a device
 START_SECONDS = 120.0
 
@@ -67,6 +57,10 @@ class Worker:
         seconds = time.perf_counter() - start
         return make_record(self._operation, self.name, case, self._device, finding, seconds=seconds)
 
+    def ask(self, exam: Exam) -> Execution | Stop:
+        """What the kernel answers to a case, without a judgement."""
+        return self._execute(exam.case)
+
     def close(self) -> None:
         """End the child."""
         if self._process is not None:
@@ -81,7 +75,7 @@ class Worker:
         command = [sys.executable, "-m", "assay.harness.worker", self._operation.name, self._spec, str(self._device)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
-            ready, _ = _receive(self._process.stdout, START_SECONDS)
+            ready, _ = receive(self._process.stdout, START_SECONDS)
         except (TimeoutError, EOFError) as error:
             self.close()
             raise KernelNotFoundError(
@@ -107,8 +101,8 @@ class Worker:
         if process is None:
             raise RuntimeError("the worker must be running after its start")
         try:
-            _send(process.stdin, {"case": case.to_json()}, {})
-            content, tensors = _receive(process.stdout, self._timeout)
+            send(process.stdin, {"case": case.to_json()}, {})
+            content, tensors = receive(process.stdout, self._timeout)
         except TimeoutError:
             self.close()
             return Stop(verdict=Verdict.TIMEOUT, text=f"no answer within {self._timeout:g} s")
@@ -118,7 +112,7 @@ class Worker:
             return Stop(verdict=Verdict.CRASH, text=f"the kernel's process ended: {_exit_text(code)}")
         if content.get("lost"):
             self.close()
-        return _decode(content, tensors, self._device)
+        return decode(content, tensors, self._device)
 
 
 @contextmanager
@@ -135,68 +129,6 @@ def _exit_text(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def _send(stream: IO[bytes] | None, content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """One message: two lengths, JSON, safetensors."""
-    if stream is None:
-        raise BrokenPipeError
-    text, data = json.dumps(content).encode(), save_tensors(tensors) if tensors else b""
-    stream.write(HEADER.pack(len(text), len(data)) + text + data)
-    stream.flush()
-
-
-def _receive(stream: IO[bytes] | None, seconds: float | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The next message; TimeoutError when it is not there in time, EOFError when the other side is gone."""
-    if stream is None:
-        raise EOFError
-    end = None if seconds is None else time.monotonic() + seconds
-    text_size, data_size = HEADER.unpack(_read(stream, HEADER.size, end))
-    content = json.loads(_read(stream, text_size, end))
-    return content, load_tensors(_read(stream, data_size, end)) if data_size else {}
-
-
-def _read(stream: IO[bytes], size: int, end: float | None) -> bytes:
-    parts, descriptor = [], stream.fileno()
-    while size:
-        if end is not None and not select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
-            raise TimeoutError
-        part = os.read(descriptor, min(size, 1 << 20))
-        if not part:
-            raise EOFError
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
-
-
-def _encode(result: Execution | Stop) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    gates = [asdict(gate) for gate in result.gates]
-    if isinstance(result, Stop):
-        lost = result.verdict is Verdict.CRASH and "CUDA error" in result.text
-        return {"verdict": result.verdict, "text": result.text, "gates": gates, "lost": lost}, {}
-    answers = {"first": result.first, "last": result.last}
-    tensors = {
-        f"{call}.{name}": tensor.contiguous().cpu()
-        for call, answer in answers.items()
-        for name, tensor in zip(("out", "lse"), answer, strict=True)
-    }
-    promises = {"contract": asdict(result.contract), "conventions": asdict(result.conventions)}
-    return {**promises, "gates": gates}, tensors
-
-
-def _decode(content: dict[str, Any], tensors: dict[str, Tensor], device: torch.device) -> Execution | Stop:
-    gates = tuple(
-        GateResult(**{**gate, "where": Location(**gate["where"]) if gate["where"] else None})
-        for gate in content["gates"]
-    )
-    if "verdict" in content:
-        return Stop(verdict=Verdict(content["verdict"]), text=content["text"], gates=gates)
-    contract = {**content["contract"], "mutates": tuple(content["contract"]["mutates"])}
-    conventions = {**content["conventions"], "empty_row": tuple(content["conventions"]["empty_row"])}
-    first, last = ((tensors[f"{call}.out"].to(device), tensors[f"{call}.lse"].to(device)) for call in ("first", "last"))
-    return Execution(
-        contract=Contract(**contract), first=first, last=last, gates=gates, conventions=Conventions(**conventions)
-    )
-
-
 def serve(op: str, spec: str, device_name: str) -> None:
     """The child: answer each case until the parent is gone."""
     # a kernel that prints must not write into the messages
@@ -210,16 +142,16 @@ def serve(op: str, spec: str, device_name: str) -> None:
     except Exception as error:
         expected = isinstance(error, KernelNotFoundError | TypeError)
         text = str(error) if expected else f"--kernel {spec} cannot be imported: {type(error).__name__}: {error}"
-        _send(answers, {"error": text}, {})
+        send(answers, {"error": text}, {})
         return
-    _send(answers, {"name": kernel.name}, {})
+    send(answers, {"name": kernel.name}, {})
     while True:
         try:
-            content, _ = _receive(sys.stdin.buffer, None)
+            content, _ = receive(sys.stdin.buffer, None)
         except EOFError:
             return
         case = Case.from_json(content["case"])
-        _send(answers, *_encode(_run(operation, kernel, case, device)))
+        send(answers, *encode(_run(operation, kernel, case, device)))
 
 
 def _run(operation: Operation, kernel: Kernel, case: Case, device: torch.device) -> Execution | Stop:
