@@ -45,12 +45,19 @@ class Tail:
         share: Of the cases that lie above.
         shape: Of the generalised Pareto distribution; negative if it ends.
         scale: Of the distribution.
+        peaks: How many values it was fitted to.
     """
 
     threshold: float
     share: float
     shape: float
     scale: float
+    peaks: int
+
+    @property
+    def shape_error(self) -> float:
+        """Standard error of the shape, in the limit of many peaks."""
+        return (1 + self.shape) / math.sqrt(self.peaks)
 
     @property
     def end(self) -> float:
@@ -95,7 +102,13 @@ def fit_tail(values: Sequence[float]) -> Tail | None:
     if len(peaks) < FEWEST_PEAKS or np.ptp(peaks) == 0:
         return None
     shape, _, scale = statistics().genpareto.fit(peaks, floc=0)
-    return Tail(threshold=threshold, share=len(peaks) / len(numbers), shape=float(shape), scale=float(scale))
+    return Tail(
+        threshold=threshold,
+        share=len(peaks) / len(numbers),
+        shape=float(shape),
+        scale=float(scale),
+        peaks=len(peaks),
+    )
 
 
 def rejection_bound(rejected: int, judged: int) -> float:

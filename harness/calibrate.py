@@ -48,6 +48,7 @@ class Collection:
     by_dtype: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
     verdicts: Counter[str] = field(default_factory=Counter)
     rejected: list[str] = field(default_factory=list)
+    worst: dict[str, tuple[float, str]] = field(default_factory=dict)
     kernels: set[str] = field(default_factory=set)
     seeds: int = 0
 
@@ -62,6 +63,8 @@ class Collection:
         dtype, case = str(record.case["dtype"]), (seed, str(record.case["id"]))
         for gate in record.gates:
             self.every[gate.gate].append(gate.ratio)
+            if gate.ratio > self.worst.get(gate.gate, (0.0, ""))[0]:
+                self.worst[gate.gate] = gate.ratio, f"{record.kernel}, {record.case['family']} {dtype}"
             self.by_case[gate.gate][case] = max(gate.ratio, self.by_case[gate.gate].get(case, 0.0))
             self.by_dtype[gate.gate][dtype] = max(gate.ratio, self.by_dtype[gate.gate].get(dtype, 0.0))
 
@@ -135,7 +138,7 @@ def report(collection: Collection, *, seconds: float) -> str:
         f"largest ratio of each case above the {THRESHOLD_QUANTILE:.0%} quantile; `per run` is the extrapolated "
         "probability that a smoke run rejects a correct kernel by that gate.",
         "",
-        *_gate_table(collection.ratios()),
+        *_gate_table(collection),
         "",
         "## Largest ratio by dtype",
         "",
@@ -148,19 +151,18 @@ def report(collection: Collection, *, seconds: float) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _gate_table(every: list[Ratios]) -> list[str]:
-    rows = [
-        "| gate | judgements | largest | 99.9 % | tail shape | tail ends at | per run | limit |",
-        "|" + " --- |" * 8,
-    ]
-    for ratios in every:
+def _gate_table(collection: Collection) -> list[str]:
+    columns = ("gate", "judgements", "largest", "of", "99.9 %", "tail shape", "tail ends at", "per run", "limit")
+    rows = [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
+    for ratios in collection.ratios():
         tail = fit_tail(ratios.by_case)
         fitted = ["", "", ""]
         if tail is not None:
             end = f"{tail.end:.2f}" if math.isfinite(tail.end) else "no end"
-            fitted = [f"{tail.shape:.2f}", end, f"{false_rejects(tail, ratios.per_run):.1g}"]
+            fitted = [f"{tail.shape:.2f} ± {tail.shape_error:.2f}", end, f"{false_rejects(tail, ratios.per_run):.1g}"]
         high = float(np.quantile(ratios.every, 0.999, method="higher"))
-        numbers = [str(len(ratios.every)), f"{max(ratios.every):.3f}", f"{high:.3f}"]
+        _, where = collection.worst.get(ratios.gate, (0.0, ""))
+        numbers = [str(len(ratios.every)), f"{max(ratios.every):.3f}", where, f"{high:.3f}"]
         rows.append("| " + " | ".join([ratios.gate, *numbers, *fitted, advice(tail, ratios)]) + " |")
     return rows
 

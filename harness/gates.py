@@ -136,8 +136,10 @@ class Variances:
 
     def freedom(self, c: Companions) -> Tensor:
         """Degrees of freedom of the row's squared error, ``[n, h]``; parts combine as if they had one direction."""
+        # each element errs by its own size: one large element among small ones is one degree of freedom
+        elements = self.element.sum(-1).square() / self.element.square().sum(-1).clamp(min=1e-300)
         parts = (
-            (self.element, torch.full_like(c.lse, self.element.shape[-1])),
+            (self.element, elements.clamp(min=1.0)),
             (self.weight, c.weight_dof),
             (self.key, c.key_dof),
             (self.row, torch.ones_like(c.lse)),

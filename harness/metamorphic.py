@@ -16,6 +16,7 @@ kernel lives; judging needs no kernel.
 """
 
 import math
+import warnings
 from dataclasses import dataclass, replace
 
 import torch
@@ -131,12 +132,7 @@ def ask_again(
 
 
 def judge_again(
-    operation: Operation,
-    case: Case,
-    inputs: Inputs,
-    contract: Contract,
-    conventions: Conventions,
-    again: Rearranged,
+    operation: Operation, case: Case, inputs: Inputs, contract: Contract, conventions: Conventions, again: Rearranged
 ) -> list[GateResult]:
     """The oracle's side: hold the answers that bits do not decide to the gates of their rearranged cases.
 
@@ -198,7 +194,9 @@ def _ask(
             for buffer in given.ledger.buffers.values():
                 if buffer.is_floating_point():
                     buffer.masked_fill_(buffer.isnan(), min(question.unused, torch.finfo(buffer.dtype).max))
-        with no_interpreted_bfloat16(), poisoned_allocations(math.nan):
+        with warnings.catch_warnings(), no_interpreted_bfloat16(), poisoned_allocations(math.nan):
+            # numpy, in which Triton's interpreter computes, remarks on the NaN of poisoned neighbours
+            warnings.simplefilter("ignore", RuntimeWarning)
             out, lse = kernel.bind(given.arguments)()
         answer = restated((out.clone(), lse.clone()), kernel.conventions, outline.empty_rows)
         if device.type == "cuda":
