@@ -111,7 +111,7 @@ def _execute(
         return stop or Stop(verdict=Verdict.CRASH, text="the kernel was never bound")
     gates = _repeats(first, second, last) if contract.deterministic else []
     if not bool(outline.empty_rows.all()):
-        gates += replay_gates(run, inputs.arguments, contract, first)
+        gates += replay_gates(run, kernel.bind, inputs.arguments, contract, first)
         inputs.ledger.restore()
     return Execution(contract=contract, first=first, last=last, gates=tuple(gates))
 

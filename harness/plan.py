@@ -47,7 +47,7 @@ def plan_cases(operations: list[Operation], request: CaseRequest, selection: Sel
         if not cases:
             raise UsageError(f"--family must be one of {', '.join(known)}, got {selection.family!r}")
     if selection.case_id is not None:
-        cases = [case for case in cases if case.id.endswith(selection.case_id)]
+        cases = [case for case in cases if selection.case_id and case.id.endswith(selection.case_id)]
         if not cases:
             plan = f"tier {request.tier} and seed {request.seed}"
             raise UsageError(f"--case must be the id of a case of {plan}, got {selection.case_id!r}")
@@ -76,7 +76,7 @@ def _shape_cases(operation: Operation, request: CaseRequest, path: Path) -> list
     with path.open("rb") as stream:
         try:
             content = tomllib.load(stream)
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise UsageError(f"--shapes must be valid TOML, got {path}: {error}") from error
     tables = content.get("case", [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):

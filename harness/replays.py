@@ -1,4 +1,4 @@
-"""G7: changed contents change the answer; a side stream and a replayed graph give the bits of a plain call."""
+"""G7: the answer follows the contents, wherever they lie; side streams and graphs give the bits of a plain call."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +12,17 @@ from .record import GateResult
 
 
 def replay_gates(
-    run: Callable[[], Any], arguments: dict[str, Any], contract: Contract, first: tuple[Tensor, Tensor]
+    run: Callable[[], Any],
+    bind: Callable[[dict[str, Any]], Callable[[], Any]],
+    arguments: dict[str, Any],
+    contract: Contract,
+    first: tuple[Tensor, Tensor],
 ) -> list[GateResult]:
     """Run again on other contents at the same addresses; on a GPU, on a side stream and through a graph, too.
 
     Args:
         run: The bound forward of a kernel.
+        bind: Binds it anew, to hold its answer for changed contents against one that can remember nothing of them.
         arguments: Its inputs, whose floating contents are changed in place: lengths and slots are the host's plan.
         contract: What it promised; bits are compared only if it is deterministic.
         first: Its answer to the unchanged inputs.
@@ -29,10 +34,24 @@ def replay_gates(
         if contract.capturable:
             gates.append(_graph(run, arguments, device))
     _change_contents(arguments)
-    changed, _ = run()
-    stale = same_bits(changed, first[0])
-    text = "the answer stayed the same when the inputs changed" if stale else ""
-    return [*gates, GateResult(gate="G7 changed contents", ratio=float("inf") if stale else 0.0, text=text)]
+    # copied before the run, which may write what its contract lets it write
+    elsewhere = {name: _elsewhere(value) for name, value in arguments.items()} if contract.deterministic else None
+    changed = _copy(run())
+    if same_bits(changed[0], first[0]):
+        text = "the answer stayed the same when the inputs changed"
+        return [*gates, GateResult(gate="G7 changed contents", ratio=float("inf"), text=text)]
+    gates.append(GateResult(gate="G7 changed contents", ratio=0.0))
+    if elsewhere is not None:
+        gates.append(_gate("G7 other addresses", _copy(bind(elsewhere)()), changed))
+    return gates
+
+
+def _elsewhere(value: Any) -> Any:
+    """The same tensor in a copy of its memory, offset, strides and guard bands included."""
+    if not isinstance(value, Tensor):
+        return value
+    memory = torch.empty(0, dtype=value.dtype, device=value.device)
+    return memory.set_(value.untyped_storage().clone(), value.storage_offset(), value.size(), value.stride())
 
 
 def _side_stream(run: Callable[[], Any], first: tuple[Tensor, Tensor], device: torch.device) -> GateResult:

@@ -51,10 +51,13 @@ def run_check(options: CheckOptions, console: Console) -> int:
         return ExitCode.PASSED
     with ExitStack() as stack:
         work = _work(chosen, cases, options, device, stack)
-        with open_records(options.out, _header(options, cases, device)) as writer:
-            session = _Session(options, waivers, device, console, writer.write)
-            session.judge_all(work)
-            session.name_downgrades(work)
+        try:
+            writer = stack.enter_context(open_records(options.out, _header(options, cases, device)))
+        except OSError as error:
+            raise UsageError(f"--out must be a folder that can be written, got {options.out}: {error}") from error
+        session = _Session(options, waivers, device, console, writer.write)
+        session.judge_all(work)
+        session.name_downgrades(work)
     print_run(console, session.records, title=f"assay check, tier {options.tier}")
     left = len(work) - len(session.records)
     if left:

@@ -59,7 +59,7 @@ def load_waivers(path: Path) -> list[Waiver]:
     with path.open("rb") as stream:
         try:
             content = tomllib.load(stream)
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"waivers must be valid TOML, got {path}: {error}") from error
     unknown = sorted(set(content) - {"waiver"})
     tables = content.get("waiver", [])

@@ -158,6 +158,9 @@ def _run(operation: Operation, kernel: Kernel, case: Case, device: torch.device)
     refusal = refuse(kernel, case, device)
     if refusal is not None:
         return Stop(verdict=refusal.verdict, text=refusal.text)
+    # what an imported kernel made the default must not change the inputs
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
     exam = sit(operation, case, device, ExamRoom())
     if isinstance(exam, Finding):
         return Stop(verdict=exam.verdict, text=exam.text)

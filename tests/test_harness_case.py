@@ -20,16 +20,16 @@ def drawn(op: str, tier: str = "smoke", seed: int = 0) -> list[Case]:
 GOLDEN = {
     "attention": (
         "attention-diffuse-float32-ab5b5e5f",
-        "attention-sunken-float16-e82bdf59",
-        "attention-peaked-bfloat16-29413e5f",
+        "attention-sunken-float16-64803a79",
+        "attention-ramp-v-bfloat16-65fa819c",
     ),
     "mla_prefill": (
         "mla_prefill-diffuse-float32-017e3401",
-        "mla_prefill-ramp-v-float16-4a4ae496",
+        "mla_prefill-exact-uniform-float16-992fc127",
         "mla_prefill-captured-bfloat16-e25ae371",
     ),
 }
-DIGESTS = {"attention": "e5e20c30ecf5", "mla_prefill": "a8c7d8fc2390"}
+DIGESTS = {"attention": "7ce171e9404a", "mla_prefill": "2df625c8b383"}
 
 
 @pytest.mark.parametrize("op", operations.NAMES)

@@ -124,7 +124,8 @@ def test_noise_and_leftovers_are_not_deterministic() -> None:
 
     for attend in (noisy, accumulating):
         record = judged(attend, attention_case())
-        assert (record.verdict, gates_that_fail(record)) == ("NONDETERMINISTIC", {"G7 repeat out"})
+        assert record.verdict == "NONDETERMINISTIC"
+        assert "G7 repeat out" in gates_that_fail(record) <= {"G7 repeat out", "G7 other addresses"}
         assert "out differs between equal calls" in record.text
     declared = kernel(contract=Contract(p="fp32", out="fp32", deterministic=False))(noisy)
     assert judged(declared, attention_case()).verdict == "PASS"

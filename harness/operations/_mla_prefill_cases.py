@@ -46,6 +46,9 @@ def mla_prefill_cases(request: CaseRequest) -> list[Case]:
         # passes over more keys than a low-precision sum can count, and longer than one tile can hide
         draw.add("exact-uniform", dtype, SMALL, Batch(query_lens=[1], context_lens=[304]), chunk=4096)
         draw.add("ramp-v", dtype, SMALL, Batch(query_lens=[8], context_lens=[700]), chunk=4096)
+        # more requests and queries than a tile counts, equal lengths, a history of exactly two and of many chunks
+        queries, contexts = [2, 1, 130, 2, 2, 1, 3, 1, 1, 4], [34, 1, 130, 34, 40, 600, 3, 17, 17, 20]
+        draw.add("diffuse", dtype, SMALL, Batch(query_lens=queries, context_lens=contexts), chunk=16)
         for chunk in CHUNK_SIZES:
             longest = 20 if chunk == 1 else 65 if chunk == 17 else 193
             batch = draw.batch(requests=3, longest=longest, most_queries=17, chunk=chunk)

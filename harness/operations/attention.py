@@ -37,6 +37,7 @@ class Attention:
                 sizes = self._small_sizes(rng, request, causal=at % 2 == 0, strided=at % 3 == 1)
                 cases.append(self._case(family, dtype, sizes, rng))
             cases.append(self._case("peaked", dtype, self._edge_sizes(request), rng))
+            cases.append(self._case("ramp-v", dtype, self._wide_sizes(request), rng))
         if request.tier != "smoke":
             cases += self._full_cases(request, rng)
         return cases
@@ -90,6 +91,12 @@ class Attention:
         """Lengths around tile edges, causal with more queries than keys in one request: its first rows see nothing."""
         sizes = self._sizes(request, d_qk=24, d_v=16, num_heads=2, num_kv_heads=1)
         return sizes | {"query_lens": [1, 5, 15, 17, 70], "key_lens": [1, 3, 63, 65, 129], "causal": True}
+
+    def _wide_sizes(self, request: CaseRequest) -> dict[str, Any]:
+        """More requests, heads, groups, queries and keys than one tile or warp counts; the first request is empty."""
+        sizes = self._sizes(request, d_qk=64, d_v=64, num_heads=9, num_kv_heads=3)
+        query_lens, key_lens = [0, 2, 130, 1, 64, 3, 1, 5, 1, 7, 0], [0, 2, 200, 300, 64, 17, 1, 5, 128, 9, 3]
+        return sizes | {"query_lens": query_lens, "key_lens": key_lens, "causal": True}
 
     def _case(self, family: str, dtype: str, sizes: dict[str, Any], rng: np.random.Generator) -> Case:
         if family == "exact-uniform":
