@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from assay.harness import mutate_command
 from assay.harness.admission import NULL_KERNELS, admissions
 from assay.harness.cli import app
-from assay.harness.faults import Variant
+from assay.harness.faults import Variant, load
 from assay.harness.kernels import wrap_function
 from assay.harness.mutate import kill_matrix
 from assay.harness.mutate_command import MutateOptions, run_mutate, zero_event_bound
@@ -89,10 +89,10 @@ def test_a_rejected_variant_is_named_and_fails_the_run(two_cases: list[Any], mon
     assert "at 95 %" in text
 
     def hasty(**arguments: Any) -> Any:
-        out, lse = mutate_command.load("attention")[1][0].function(**arguments)
+        out, lse = load("attention")[1][0].function(**arguments)
         return out * 1.05, lse
 
-    faults, variants = mutate_command.load("attention")
+    faults, variants = load("attention")
     planted = (*variants, Variant(name="hasty", op="attention", function=hasty))
     monkeypatch.setattr(mutate_command, "load", lambda op: (faults, planted))
     code, text = run(fresh_seeds=1)

@@ -1,5 +1,6 @@
 """torch's FlexAttention as a provider: against the oracle on the CPU, its tables of blocks, how often it compiles."""
 
+import importlib.util
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -174,7 +175,7 @@ def test_what_a_gpu_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setattr(flex.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     refusal = flex.refusal(replace(SHAPE, **change), True, (3,), (5,))
     assert refusal is None if reason is None else reason in str(refusal)
 
@@ -182,13 +183,13 @@ def test_what_a_gpu_is_refused(
 def test_without_triton_or_with_tf32_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(flex.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     single = replace(SHAPE, dtype=torch.float32)
     assert flex.refusal(single, True, (3,), (5,)) is None
     monkeypatch.setattr(flex, "_is_tf32", lambda: True)
     assert "in TF32 here" in str(flex.refusal(single, True, (3,), (5,)))
     assert flex.refusal(SHAPE, True, (3,), (5,)) is None
-    monkeypatch.setattr(flex.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "triton, which is not installed" in str(flex.refusal(SHAPE, True, (3,), (5,)))
 
 

@@ -55,7 +55,7 @@ def peak_of(shape: MlaShape, *, history: int, provider: str, chunk: int = CHUNK)
 
 @pytest.mark.parametrize("provider", ["sdpa", "triton"])
 @pytest.mark.parametrize("geometry", SHAPES)
-def test_estimate_bounds_the_peak_closely(geometry, provider):
+def test_estimate_bounds_the_peak_closely(geometry: str, provider: str) -> None:
     peak, plan = peak_of(SHAPES[geometry], history=65536, provider=provider)
     print(f"{geometry} {provider}: peak {peak / MIB:.1f} MiB, estimate {plan.workspace_bytes / MIB:.1f} MiB")
     assert peak >= 256 * MIB
@@ -65,7 +65,7 @@ def test_estimate_bounds_the_peak_closely(geometry, provider):
 
 @pytest.mark.parametrize("provider", ["sdpa", "triton"])
 @pytest.mark.parametrize("chunk", [8192, CHUNK])
-def test_history_adds_only_metadata_to_the_peak(chunk, provider):
+def test_history_adds_only_metadata_to_the_peak(chunk: int, provider: str) -> None:
     shape = SHAPES["128/64/128"]
     # the peak of one full chunk is that of any number of them
     short, _ = peak_of(shape, history=chunk, provider=provider, chunk=chunk)
@@ -74,7 +74,7 @@ def test_history_adds_only_metadata_to_the_peak(chunk, provider):
     assert long - short <= MIB
 
 
-def test_saving_in_cache_tokens():
+def test_saving_in_cache_tokens() -> None:
     shape = SHAPES["128/64/128"]
     _, plan = peak_of(shape, history=65536, provider="sdpa")
     whole = plan_mla_prefill(

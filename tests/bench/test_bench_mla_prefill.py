@@ -1,5 +1,9 @@
 """Speed of chunked MLA prefill: the forward on each machine, and on a GPU what chunking costs."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,7 +15,9 @@ DEEPSEEK = MlaShape(num_heads=16, kv_lora_rank=512, d_nope=128, d_rope=64, d_v=1
 SMALL = MlaShape(num_heads=2, kv_lora_rank=64, d_nope=32, d_rope=16, d_v=32)
 
 
-def one_request(shape: MlaShape, *, queries: int, history: int, chunk: int, provider: str, device: str):
+def one_request(
+    shape: MlaShape, *, queries: int, history: int, chunk: int, provider: str, device: str
+) -> tuple[Callable[[], Any], MlaPrefillPlan]:
     """A forward of one request, and its plan."""
     dtype = torch.bfloat16
     generator = torch.Generator(device=device).manual_seed(0)
@@ -38,14 +44,24 @@ def one_request(shape: MlaShape, *, queries: int, history: int, chunk: int, prov
     return (lambda: mla_prefill(q, kv_c, k_pe, kv_b_proj, softmax_scale=d_qk**-0.5, plan=plan)), plan
 
 
-def test_bench_forward_on_cpu(benchmark):
+def synchronised(call: Callable[[], Any]) -> Callable[[], None]:
+    """The call, and a wait for the device."""
+
+    def run() -> None:
+        call()
+        torch.cuda.synchronize()
+
+    return run
+
+
+def test_bench_forward_on_cpu(benchmark: Any) -> None:
     run, _ = one_request(SMALL, queries=16, history=128, chunk=64, provider="torch", device="cpu")
     out, lse = benchmark.pedantic(run, rounds=10, iterations=1, warmup_rounds=2)
     assert torch.isfinite(out).all()
     assert torch.isfinite(lse).all()
 
 
-def test_bench_plan_on_cpu(benchmark):
+def test_bench_plan_on_cpu(benchmark: Any) -> None:
     def plan() -> MlaPrefillPlan:
         return one_request(SMALL, queries=16, history=4096, chunk=64, provider="torch", device="cpu")[1]
 
@@ -54,8 +70,8 @@ def test_bench_plan_on_cpu(benchmark):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("provider", ["sdpa", "triton"])
-def test_bench_chunking_costs_at_most_a_tenth(benchmark, provider):
-    sizes = {"queries": 8192, "history": 65536, "provider": provider, "device": "cuda"}
+def test_bench_chunking_costs_at_most_a_tenth(benchmark: Any, provider: str) -> None:
+    sizes: dict[str, Any] = {"queries": 8192, "history": 65536, "provider": provider, "device": "cuda"}
     chunked, plan = one_request(DEEPSEEK, chunk=16384, **sizes)
     whole, whole_plan = one_request(DEEPSEEK, chunk=65536, **sizes)
     timings = time_interleaved({"chunked": chunked, "whole": whole}, rounds=10)
@@ -69,13 +85,13 @@ def test_bench_chunking_costs_at_most_a_tenth(benchmark, provider):
         f"ratio {ratio:.4f}; workspace {plan.workspace_bytes >> 20} against {whole_plan.workspace_bytes >> 20} MiB, "
         f"which is {saved // row_bytes} cache tokens of one layer"
     )
-    benchmark.pedantic(lambda: (chunked(), torch.cuda.synchronize()), rounds=5, iterations=1)
+    benchmark.pedantic(synchronised(chunked), rounds=5, iterations=1)
     assert ratio <= 1.10
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("d_qk", "d_v", "heads"), [(192, 128, 16), (256, 256, 20)])
-def test_bench_history_chunk_reaches_half_of_gemm(benchmark, d_qk, d_v, heads):
+def test_bench_history_chunk_reaches_half_of_gemm(benchmark: Any, d_qk: int, d_v: int, heads: int) -> None:
     queries, keys = 8192, 16384
     shape = AttentionShape(
         device=torch.device("cuda", 0),
@@ -90,12 +106,12 @@ def test_bench_history_chunk_reaches_half_of_gemm(benchmark, d_qk, d_v, heads):
         torch.randn(rows, heads, width, dtype=torch.bfloat16, device="cuda", generator=generator)
         for rows, width in ((queries, d_qk), (keys, d_qk), (keys, d_v))
     )
-    calls = {}
+    calls: dict[str, Callable[[], Any]] = {}
     for provider in ("triton", "sdpa"):
         plan = plan_attention(
             torch.tensor([0, queries]), torch.tensor([0, keys]), causal=False, shape=shape, provider=provider
         )
-        calls[provider] = lambda plan=plan: attention(q, k, v, softmax_scale=d_qk**-0.5, plan=plan)
+        calls[provider] = partial(attention, q, k, v, softmax_scale=d_qk**-0.5, plan=plan)
     timings = time_interleaved(calls)
     work = 2 * queries * keys * heads * (d_qk + d_v) / 1e9
     rates = {name: work / timing.median for name, timing in timings.items()}
@@ -105,7 +121,7 @@ def test_bench_history_chunk_reaches_half_of_gemm(benchmark, d_qk, d_v, heads):
         f"{d_qk}/{d_v}, {heads} heads, {queries} x {keys} non-causal: GEMM {ceiling:.0f} TFLOP/s, "
         + ", ".join(f"{name} {rate:.0f} ({rate / ceiling:.0%})" for name, rate in rates.items())
     )
-    benchmark.pedantic(lambda: (calls["triton"](), torch.cuda.synchronize()), rounds=5, iterations=1)
+    benchmark.pedantic(synchronised(calls["triton"]), rounds=5, iterations=1)
     # the floor is promised for the geometry of DeepSeek; the other is reported beside it
     if (d_qk, d_v) == (192, 128):
         assert rates["triton"] >= 0.5 * ceiling
