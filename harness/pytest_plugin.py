@@ -189,7 +189,7 @@ class _Report:
         for reason in reasons:
             terminalreporter.write_line(f"  {reason}")
         if missed:
-            terminalreporter.write_line(f"{missed}, so this session fails", red=True)
+            terminalreporter.write_line(f"{missed}, so the run fails", red=True)
 
     def _missed(self) -> str | None:
         """What was asked for on the command line and led to no judgement."""

@@ -100,7 +100,7 @@ class GpuTests:
         reason = f" ({self.obstacle})" if self.obstacle else ""
         terminalreporter.write_line(f"GPU tests: {self.ran} ran, {self.skipped} skipped{reason}")
         if self.required and self.ran == 0:
-            terminalreporter.write_line("--require-gpu: no GPU test ran, so this session fails", red=True)
+            terminalreporter.write_line("--require-gpu: no GPU test ran, so the run fails", red=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
