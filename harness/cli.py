@@ -85,6 +85,9 @@ def check(
     in_process: Annotated[
         bool, typer.Option("--in-process", help="Run a kernel of yours here, where a debugger can follow it.")
     ] = False,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Cases judged side by side; one on a CPU, up to four on a GPU by default.")
+    ] = None,
     waivers: Annotated[
         Path | None, typer.Option(help="TOML file of known failures, each with reason and expiry.")
     ] = None,
@@ -120,6 +123,7 @@ def check(
         max_seconds=max_seconds,
         timeout=timeout,
         in_process=in_process,
+        jobs=jobs,
         waivers=waivers,
         cases=cases,
         out=out,

@@ -19,6 +19,7 @@ from .interpreter import InterpretedBfloat16Error, no_interpreted_bfloat16
 from .layouts import empty_row_gates, prepared, restated
 from .metamorphic import MOVES, Rearranged, ask_again
 from .operation import Inputs, Kernel, Operation, Outline
+from .phases import phase
 from .poison import SENTINEL, Allocations, poisoned_allocations, same_bits
 from .record import GateResult, Location, Verdict
 from .replays import replay_gates
@@ -91,9 +92,9 @@ def _execute(
     held: list[Any] = []
     for fill in (math.nan, SENTINEL, None):
         with poisoned_allocations(fill) if fill is not None else nullcontext() as allocations:
-            run = run or kernel.bind(inputs.arguments)
-            answer = run()
-            _wait(device)
+            with phase("kernel", device):
+                run = run or kernel.bind(inputs.arguments)
+                answer = run()
         stop = (_overran(allocations) if allocations else None) or _structure(answer, outline, contract, inputs)
         stop = stop or _handed_out_again(answer, held)
         if stop is not None:
@@ -211,8 +212,3 @@ def _repeats(*answers: tuple[Tensor, Tensor]) -> list[GateResult]:
 def _copy(answer: Any) -> tuple[Tensor, Tensor]:
     out, lse = answer
     return out.clone(), lse.clone()
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

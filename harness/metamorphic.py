@@ -32,6 +32,7 @@ from .gates import judge, nonfinite_gates
 from .interpreter import no_interpreted_bfloat16
 from .layouts import prepared, relocated, restated
 from .operation import Inputs, Kernel, Operation
+from .phases import phase
 from .poison import poisoned_allocations, same_bits
 from .record import GateResult, Location
 
@@ -126,7 +127,8 @@ def ask_again(
             found = same
             if not found.passed:
                 break
-        if found is not None:
+        # what the oracle is to decide is reported once, with its decision
+        if found is not None and not (found.passed and any(name == asked for asked, _ in answers)):
             gates.append(_named(name, found, scene))
     return Rearranged(gates=tuple(gates), answers=answers)
 
@@ -197,10 +199,9 @@ def _ask(
         with warnings.catch_warnings(), no_interpreted_bfloat16(), poisoned_allocations(math.nan):
             # numpy, in which Triton's interpreter computes, remarks on the NaN of poisoned neighbours
             warnings.simplefilter("ignore", RuntimeWarning)
-            out, lse = kernel.bind(given.arguments)()
+            with phase("kernel", device):
+                out, lse = kernel.bind(given.arguments)()
         answer = restated((out.clone(), lse.clone()), kernel.conventions, outline.empty_rows)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
     except NotImplementedError as error:
         raise _RefusedError(str(error)) from error
     except Exception as error:
@@ -210,7 +211,7 @@ def _ask(
 
 def _same_bits(question: Question, got: tuple[Answer, ...], first: Answer, contract: Contract) -> GateResult | None:
     """What bits say of an answer; None if they do not decide."""
-    if question.bits == "need not" or not contract.deterministic:
+    if question.bits == "need not":
         return None
     for name, new, old in zip(("out", "lse"), got[0], first, strict=True):
         rows, place = question.rows.to(old.device), question.place.to(new.device)
@@ -221,7 +222,8 @@ def _same_bits(question: Question, got: tuple[Answer, ...], first: Answer, contr
         if name == "out":
             found = scaled_back(found, expected, question.power, contract)
         if not same_bits(found, expected):
-            if question.bits == "may":
+            # bits that only may be equal settle the question when they are: the first answer has been judged
+            if question.bits == "may" or not contract.deterministic:
                 return None
             return _explained(question, _difference(name, found, expected, question.rows))
     return GateResult(gate="bits", ratio=0.0)
@@ -267,7 +269,9 @@ def _judged(
     if len(got) > 1:
         contract = contract.promising(splits_store=contract.splits_store or contract.out)
     gates = [] if left_out else nonfinite_gates(out, lse, outline)
-    gates += judge(out, lse, chosen, contract=contract, family=case.family).results()
+    with phase("oracle", out.device):
+        tally = judge(out, lse, chosen, contract=contract, family=case.family)
+    gates += tally.results()
     worst = max(gates, key=lambda gate: gate.ratio, default=GateResult(gate="", ratio=0.0))
     text = "" if worst.passed else worst.text or f"{worst.gate} {worst.ratio:.3g} x its limit"
     return _explained(question, replace(worst, text=text))

@@ -35,6 +35,7 @@ class CheckOptions:
     max_seconds: float | None = None
     timeout: float = 120.0
     in_process: bool = False
+    jobs: int | None = None
     out: Path | None = None
     waivers: Path | None = None
     cases: str | None = None

@@ -107,7 +107,10 @@ class RowErrors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One kernel on one case: a line of the records file; ``command`` judges it again, if the caller knows how."""
+    """One kernel on one case: a line of the records file; ``command`` judges it again, if the caller knows how.
+
+    ``spent`` divides ``seconds`` into inputs, kernel and oracle; what they leave is the judge's own work.
+    """
 
     op: str
     kernel: str
@@ -119,6 +122,7 @@ class Record:
     rows: RowErrors = field(default_factory=RowErrors)
     rows_judged: int = 0
     seconds: float = 0.0
+    spent: dict[str, float] = field(default_factory=dict)
     command: str = ""
 
     @property

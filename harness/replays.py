@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .contract import Contract
+from .phases import phase
 from .poison import same_bits
 from .record import GateResult
 
@@ -36,13 +37,16 @@ def replay_gates(
     _change_contents(arguments)
     # copied before the run, which may write what its contract lets it write
     elsewhere = {name: _elsewhere(value) for name, value in arguments.items()} if contract.deterministic else None
-    changed = _copy(run())
+    with phase("kernel", device):
+        changed = _copy(run())
     if same_bits(changed[0], first[0]):
         text = "the answer stayed the same when the inputs changed"
         return [*gates, GateResult(gate="G7 changed contents", ratio=float("inf"), text=text)]
     gates.append(GateResult(gate="G7 changed contents", ratio=0.0))
     if elsewhere is not None:
-        gates.append(_gate("G7 other addresses", _copy(bind(elsewhere)()), changed))
+        with phase("kernel", device):
+            moved = _copy(bind(elsewhere)())
+        gates.append(_gate("G7 other addresses", moved, changed))
     return gates
 
 
@@ -57,10 +61,10 @@ def _elsewhere(value: Any) -> Any:
 def _side_stream(run: Callable[[], Any], first: tuple[Tensor, Tensor], device: torch.device) -> GateResult:
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        aside = _copy(run())
-    torch.cuda.current_stream(device).wait_stream(stream)
-    torch.cuda.synchronize(device)
+    with phase("kernel", device):
+        with torch.cuda.stream(stream):
+            aside = _copy(run())
+        torch.cuda.current_stream(device).wait_stream(stream)
     return _gate("G7 side stream", first, aside)
 
 
@@ -68,16 +72,18 @@ def _graph(run: Callable[[], Any], arguments: dict[str, Any], device: torch.devi
     """Capture, change the contents, replay: a kernel that read anything at capture time gives old values."""
     try:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with phase("kernel"), torch.cuda.graph(graph):
             captured = run()
     except RuntimeError as error:
         torch.cuda.synchronize(device)
         text = f"declared capturable, but the capture failed: {error}"
         return GateResult(gate="G7 graph capture", ratio=float("inf"), text=text)
     _change_contents(arguments)
-    graph.replay()
-    replayed = _copy(captured)
-    return _gate("G7 graph replay", _copy(run()), replayed)
+    with phase("kernel", device):
+        graph.replay()
+        replayed = _copy(captured)
+        plain = _copy(run())
+    return _gate("G7 graph replay", plain, replayed)
 
 
 def _change_contents(arguments: dict[str, Any]) -> None:

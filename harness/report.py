@@ -32,8 +32,8 @@ def failure_lines(record: Record, command: str) -> RenderableType:
 
 def summary_table(records: list[Record], title: str) -> Table:
     """One line per kernel: how many cases of each verdict, and the gate that came nearest to its limit."""
-    rows, seconds = sum(record.rows_judged for record in records), sum(record.seconds for record in records)
-    table = Table(title=f"{title}: {rows} rows in {seconds:.0f} s", title_justify="left")
+    rows = sum(record.rows_judged for record in records)
+    table = Table(title=f"{title}: {rows} rows, {spent_text(records)}", title_justify="left")
     for column in ("kernel", "verdict", "nearest gate"):
         table.add_column(column, no_wrap=column == "kernel")
     for column in ("pass", "fail", "skip", "of limit"):
@@ -48,6 +48,17 @@ def summary_table(records: list[Record], title: str) -> Table:
         passed = str(counts[Verdict.PASS])
         table.add_row(Text(kernel), _verdict_text(mine), name, passed, str(failed), str(skipped), ratio)
     return table
+
+
+def spent_text(records: Iterable[Record]) -> str:
+    """Seconds of all judgements, and which part of them each phase took; the judge's own is what the phases leave."""
+    records = list(records)
+    seconds = sum(record.seconds for record in records)
+    parts = {name: sum(record.spent.get(name, 0.0) for record in records) for name in ("kernel", "oracle", "inputs")}
+    if not seconds or not any(parts.values()):
+        return f"{seconds:.0f} s of work"
+    shares = {**parts, "judge": max(0.0, seconds - sum(parts.values()))}
+    return f"{seconds:.0f} s of work ({', '.join(f'{name} {part / seconds:.0%}' for name, part in shares.items())})"
 
 
 def unsupported_table(records: Iterable[Record]) -> Table | None:

@@ -14,6 +14,7 @@ from .gates import judge_answers, nonfinite_gates, oracle_answers
 from .layouts import relocated
 from .metamorphic import judge_again
 from .operation import Kernel, Operation, Rows
+from .phases import Spent, accounted, phase
 from .record import GateResult, Record, RowErrors, Verdict
 
 # elements [rows, keys, dims] that the oracle answers for in full; above it rows are sampled
@@ -44,13 +45,15 @@ class Exam:
         # the oracle is float64 throughout, and no product anywhere may be cut to tf32 behind a contract's back
         torch.set_float32_matmul_precision("highest")
         self.operation, self.case, self.device = operation, case, device
-        self.inputs = operation.inputs(case, device)
+        with phase("inputs", device):
+            self.inputs = operation.inputs(case, device)
 
     @cached_property
     def answers(self) -> list[tuple[Rows, Companions]]:
         """The oracle's rows with their companions."""
         budget = ROW_BUDGET[self.device.type] // self.operation.outline(self.case).d_v
-        return list(oracle_answers(self.operation.rows(self.case, self.inputs.arguments, budget=budget)))
+        with phase("oracle", self.device):
+            return list(oracle_answers(self.operation.rows(self.case, self.inputs.arguments, budget=budget)))
 
 
 class ExamRoom:
@@ -89,16 +92,25 @@ def run_case(
         room: Of a run in which several kernels take the same cases.
     """
     start = time.perf_counter()
-    try:
-        finding = _find(operation, kernel, case, device, room or ExamRoom())
-    except Exception as error:
-        # kernels fail inside their own guards, so this is a fault of the judge, and is reported as one
-        finding = Finding(verdict=Verdict.HARNESS_ERROR, text=describe(error))
-    return make_record(operation, kernel.name, case, device, finding, seconds=time.perf_counter() - start)
+    with accounted() as spent:
+        try:
+            finding = _find(operation, kernel, case, device, room or ExamRoom())
+        except Exception as error:
+            # kernels fail inside their own guards, so this is a fault of the judge, and is reported as one
+            finding = Finding(verdict=Verdict.HARNESS_ERROR, text=describe(error))
+    seconds = time.perf_counter() - start
+    return make_record(operation, kernel.name, case, device, finding, seconds=seconds, spent=spent)
 
 
 def make_record(
-    operation: Operation, kernel_name: str, case: Case, device: torch.device, finding: Finding, *, seconds: float
+    operation: Operation,
+    kernel_name: str,
+    case: Case,
+    device: torch.device,
+    finding: Finding,
+    *,
+    seconds: float,
+    spent: Spent | None = None,
 ) -> Record:
     """The finding with its circumstances."""
     return Record(
@@ -112,6 +124,7 @@ def make_record(
         rows_judged=finding.rows_judged,
         rows=finding.rows,
         seconds=round(seconds, 4),
+        spent={name: round(part, 4) for name, part in spent.seconds.items()} if spent else {},
     )
 
 

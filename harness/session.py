@@ -1,14 +1,16 @@
 """``assay check``: plan, judge case by case with progress, leave records, return an exit code."""
 
+import atexit
 import platform
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import date
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from .case import Case, plan_digest
 from .downgrade import reassess_answers
 from .execution import Execution, Stop, execute
 from .failures import Candidate, FailureKeeper
+from .jobs import default_jobs, side_by_side
 from .kernels import KernelNotFoundError, find_kernels, is_strange
 from .operation import Kernel, Operation
 from .options import CheckOptions, case_request, chosen_operations, command_of, resolve_device
@@ -56,7 +59,13 @@ def run_check(options: CheckOptions, console: Console) -> int:
         except OSError as error:
             raise UsageError(f"--out must be a folder that can be written, got {options.out}: {error}") from error
         session = _Session(options, waivers, device, console, writer.write)
-        session.judge_all(work)
+        try:
+            with closing(_judged(work, options, device)) as judged:
+                session.take_all(work, judged)
+        except BrokenProcessPool:
+            text = "a process that judged our own kernels died, so its case has no verdict; --jobs 1 shows which"
+            console.print(text, style="red", soft_wrap=True)
+            return ExitCode.HARNESS_ERROR
         session.name_downgrades(work)
     print_run(console, session.records, title=f"assay check, tier {options.tier}")
     left = len(work) - len(session.records)
@@ -116,8 +125,28 @@ def _work(
     ]
 
 
+def _judged(
+    work: list[tuple[Candidate, Case]], options: CheckOptions, device: torch.device
+) -> Generator[Record, None, None]:
+    """The record of each piece of work, in order, judged when asked for, or ahead by several processes."""
+    cases = [case for at, (_, case) in enumerate(work) if at == 0 or work[at - 1][1] is not case]
+    jobs = min(options.jobs or default_jobs(device), len(cases))
+    if jobs <= 1:
+        yield from (candidate.run_case(case) for candidate, case in work)
+    else:
+        yield from chain.from_iterable(side_by_side(partial(_judge_of, options, device), cases, jobs))
+
+
+def _judge_of(options: CheckOptions, device: torch.device) -> Callable[[Case], list[Record]]:
+    """What judges one case by all candidates of its operation, in a process of its own."""
+    stack, chosen = ExitStack(), chosen_operations(options)
+    atexit.register(stack.close)
+    candidates = {operation.name: _candidates(operation, options, device, stack) for operation in chosen}
+    return lambda case: [candidate.run_case(case) for candidate in candidates[case.op]]
+
+
 class _Session:
-    """Judges a list of work with progress; each record is written as soon as it is there."""
+    """Takes the records of a list of work with progress; each is written as soon as it is there."""
 
     def __init__(
         self,
@@ -134,8 +163,8 @@ class _Session:
         self._originals: list[Record] = []
         self.records: list[Record] = []
 
-    def judge_all(self, work: list[tuple[Candidate, Case]]) -> None:
-        """Run the list in order, until its end, the first failure or the end of the time, as the options say."""
+    def take_all(self, work: list[tuple[Candidate, Case]], judged: Iterator[Record]) -> None:
+        """Go through the list in order, until its end, the first failure or the end of the time, as the options say."""
         options, start = self._options, time.monotonic()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self._console, transient=True) as progress:
@@ -144,7 +173,7 @@ class _Session:
                 if options.max_seconds is not None and time.monotonic() - start > options.max_seconds:
                     break
                 progress.update(task, description=f"{candidate.name} {case.family} {case.dtype}")
-                record = self._judge(candidate, case)
+                record = self._take(next(judged))
                 progress.advance(task)
                 if record.verdict not in SET_ASIDE:
                     self._console.print(failure_lines(record, record.command), soft_wrap=True)
@@ -172,9 +201,8 @@ class _Session:
         """What is wrong with the waivers themselves."""
         return findings(self._originals, self._waivers, date.today(), complete=complete)
 
-    def _judge(self, candidate: Candidate, case: Case) -> Record:
-        original = candidate.run_case(case)
-        original = replace(original, command=command_of(self._options, original))
+    def _take(self, judged: Record) -> Record:
+        original = replace(judged, command=command_of(self._options, judged))
         record = apply(original, self._waivers, date.today())
         self._write(record.to_json())
         self._originals.append(original)

@@ -22,7 +22,7 @@ from builders import (
 )
 from torch import Tensor
 
-from assay.harness import plugin
+from assay.harness import metamorphic, plugin
 from assay.harness.case import Case
 from assay.harness.conventions import Conventions
 from assay.harness.kernels import wrap_function
@@ -387,3 +387,17 @@ def test_pages_move_where_the_operation_has_no_slots() -> None:
         assert gates["G8 relabel slots"].passed != trips
         assert gates["G8 unused content"].passed
         assert gates["G8 split keys"].passed
+
+
+def test_equal_bits_settle_a_question_without_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[str] = []
+    decide = metamorphic._judged
+
+    def counted(operation: Any, question: Any, *rest: Any) -> GateResult:
+        judged.append(question.bits)
+        return decide(operation, question, *rest)
+
+    monkeypatch.setattr(metamorphic, "_judged", counted)
+    assert tripped(row_by_row, FULL, deterministic=False) == set()
+    # only what no bits can decide: keys split in two and merged
+    assert judged == ["need not"]
