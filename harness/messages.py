@@ -1,12 +1,17 @@
-"""What a worker and its parent say to each other: JSON with tensors as safetensors, never pickle."""
+"""What a worker and its parent say to each other: JSON with tensors as safetensors, never pickle.
+
+A message is a mark, two lengths, JSON and safetensors. Anything else that arrives was written by somebody who should
+not have, and is a ``MessageError``.
+"""
 
 import json
 import os
 import select
 import struct
 import time
-from dataclasses import asdict
-from typing import IO, Any
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from safetensors.torch import load as load_tensors
@@ -19,33 +24,92 @@ from .execution import Execution, Stop
 from .metamorphic import Rearranged
 from .record import GateResult, Location, Verdict
 
-HEADER = struct.Struct("<QQ")
+HEADER = struct.Struct("<8sQQ")
+MARK = b"assay\x00\xff\n"
+# bytes, beyond the JSON of any case and the memory of any machine
+MOST_TEXT, MOST_DATA = 1 << 28, 1 << 42
+# between two looks at the process on the other side
+LOOK_SECONDS = 0.1
 
 
-def send(stream: IO[bytes] | None, content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """One message: two lengths, JSON, safetensors."""
-    if stream is None:
-        raise BrokenPipeError
+class MessageError(ValueError):
+    """What arrived is no message, or not the one that was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """How long to wait for the other side.
+
+    Attributes:
+        end: When the time is over, by ``time.monotonic``.
+        gone: Whether its process has ended, although another one may hold the pipe open.
+    """
+
+    end: float
+    gone: Callable[[], bool]
+
+    def until(self, descriptor: int, event: int) -> None:
+        """Return when ``descriptor`` is ready.
+
+        Raises:
+            TimeoutError: When the time is over.
+            EOFError: When the other side has gone and left nothing to read.
+        """
+        poll = select.poll()
+        poll.register(descriptor, event)
+        while (left := self.end - time.monotonic()) > 0:
+            # asked first: what it wrote before its end is there by then
+            gone = self.gone()
+            if poll.poll(min(left, LOOK_SECONDS) * 1000):
+                return
+            if gone:
+                raise EOFError
+        raise TimeoutError
+
+
+def send(descriptor: int, content: dict[str, Any], tensors: dict[str, Tensor], wait: Wait | None = None) -> None:
+    """Write one message; BrokenPipeError when nobody can read it."""
     text, data = json.dumps(content).encode(), save_tensors(tensors) if tensors else b""
-    stream.write(HEADER.pack(len(text), len(data)) + text + data)
-    stream.flush()
+    left = memoryview(HEADER.pack(MARK, len(text), len(data)) + text + data)
+    while left:
+        piece = left
+        if wait is not None:
+            wait.until(descriptor, select.POLLOUT)
+            # what a pipe that is ready takes without blocking
+            piece = left[: select.PIPE_BUF]
+        left = left[os.write(descriptor, piece) :]
 
 
-def receive(stream: IO[bytes] | None, seconds: float | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The next message; TimeoutError when it is not there in time, EOFError when the other side is gone."""
-    if stream is None:
-        raise EOFError
-    end = None if seconds is None else time.monotonic() + seconds
-    text_size, data_size = HEADER.unpack(_read(stream, HEADER.size, end))
-    content = json.loads(_read(stream, text_size, end))
-    return content, load_tensors(_read(stream, data_size, end)) if data_size else {}
+def receive(descriptor: int, wait: Wait | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The next message.
+
+    Raises:
+        TimeoutError: When it is not there in time.
+        EOFError: When the other side is gone.
+        MessageError: When something else is there.
+    """
+    mark, text_size, data_size = HEADER.unpack(_read(descriptor, HEADER.size, wait))
+    if mark != MARK:
+        raise MessageError(f"a message must begin with {MARK!r}, got {mark!r}")
+    if text_size > MOST_TEXT or data_size > MOST_DATA:
+        raise MessageError(
+            f"a message must have at most {MOST_TEXT} + {MOST_DATA} bytes, got {text_size} + {data_size}"
+        )
+    text, data = _read(descriptor, text_size, wait), _read(descriptor, data_size, wait)
+    try:
+        content, tensors = json.loads(text), load_tensors(data) if data else {}
+    except Exception as error:
+        raise MessageError(f"a message must be JSON and safetensors, got {type(error).__name__}: {error}") from error
+    if not isinstance(content, dict):
+        raise MessageError(f"a message must be a JSON object, got {type(content).__name__}")
+    return content, tensors
 
 
-def _read(stream: IO[bytes], size: int, end: float | None) -> bytes:
-    parts, descriptor = [], stream.fileno()
+def _read(descriptor: int, size: int, wait: Wait | None) -> bytes:
+    parts = []
     while size:
-        if end is not None and not select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
-            raise TimeoutError
+        if wait is not None:
+            wait.until(descriptor, select.POLLIN)
         part = os.read(descriptor, min(size, 1 << 20))
         if not part:
             raise EOFError
@@ -77,7 +141,18 @@ def encode(result: Execution | Stop) -> tuple[dict[str, Any], dict[str, Tensor]]
 
 
 def decode(content: dict[str, Any], tensors: dict[str, Tensor], device: torch.device) -> Execution | Stop:
-    """The inverse of ``encode``, with the tensors on ``device``."""
+    """The inverse of ``encode``, with the tensors on ``device``.
+
+    Raises:
+        MessageError: If a part is missing or is something else.
+    """
+    try:
+        return _decoded(content, tensors, device)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise MessageError(f"an answer must hold all its parts, got {type(error).__name__}: {error}") from error
+
+
+def _decoded(content: dict[str, Any], tensors: dict[str, Tensor], device: torch.device) -> Execution | Stop:
     gates = _gates(content["gates"])
     if "verdict" in content:
         return Stop(verdict=Verdict(content["verdict"]), text=content["text"], gates=gates)

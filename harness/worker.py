@@ -1,30 +1,39 @@
 """A kernel in a process of its own: what it breaks there is a verdict, and the run goes on.
 
 The parent and the worker draw the same inputs from the case. The worker runs the kernel and sends back its answer; the
-parent alone consults the oracle. Messages are JSON with tensors as safetensors, never pickle.
+parent alone consults the oracle. Messages are JSON with tensors as safetensors, never pickle, through pipes that are
+undisturbed by a kernel that reads, prints or forks.
 """
 
+import ctypes
+import fcntl
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from ._worker_process import WorkerProcess
 from .case import Case
 from .discovery import load_operation
-from .execution import Execution, Stop, execute
+from .execution import Execution, Stop, describe, execute
 from .kernels import KernelNotFoundError, find_kernels
-from .messages import decode, encode, receive, send
+from .messages import MessageError, decode, encode, receive, send
 from .operation import Kernel, Operation
 from .record import Record, Verdict
 from .runner import NEEDS_DEVICE, Exam, ExamRoom, Finding, assess, make_record, refuse, sit
 
 # an interpreter starts, imports torch and the kernel's module, and maybe opens a device
 START_SECONDS = 120.0
+# out of the way of a kernel that takes a descriptor's number for granted
+FIRST_DESCRIPTOR = 200
+# of prctl: the signal that a process gets when its parent dies
+PR_SET_PDEATHSIG = 1
 
 
 class Worker:
@@ -47,13 +56,17 @@ class Worker:
         """
         self._operation, self._spec, self._device, self._timeout = operation, spec, device, timeout
         self._room = room or ExamRoom()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: WorkerProcess | None = None
         self.name = self._start()
 
     def run_case(self, case: Case) -> Record:
         """Judge one case; a crash, a hang or a lost process is its verdict."""
         start = time.perf_counter()
-        finding = self._find(case)
+        try:
+            finding = self._find(case)
+        except Exception as error:
+            # the kernel fails in its own process, so this is a fault of the judge, and is reported as one
+            finding = Finding(verdict=Verdict.HARNESS_ERROR, text=describe(error))
         seconds = time.perf_counter() - start
         return make_record(self._operation, self.name, case, self._device, finding, seconds=seconds)
 
@@ -62,29 +75,34 @@ class Worker:
         return self._execute(exam.case)
 
     def close(self) -> None:
-        """End the child."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            for stream in (self._process.stdin, self._process.stdout):
-                if stream is not None:
-                    stream.close()
-            self._process = None
+        """End the child and all that it started."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.close()
 
     def _start(self) -> str:
-        command = [sys.executable, "-m", "assay.harness.worker", self._operation.name, self._spec, str(self._device)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        process = self._process = WorkerProcess(
+            "assay.harness.worker", [self._operation.name, self._spec, str(self._device)]
+        )
         try:
-            ready, _ = receive(self._process.stdout, START_SECONDS)
-        except (TimeoutError, EOFError) as error:
+            return self._greeted(process)
+        except BaseException:
+            # an interrupt included: the caller does not have this worker yet
             self.close()
-            raise KernelNotFoundError(
-                f"--kernel {self._spec} must be importable, its process never answered"
-            ) from error
+            raise
+
+    def _greeted(self, process: WorkerProcess) -> str:
+        try:
+            ready, _ = process.hear(START_SECONDS)
+        except TimeoutError as error:
+            text = f"its process gave no sign within {START_SECONDS:g} s"
+            raise KernelNotFoundError(f"--kernel {self._spec} must be importable, {text}") from error
+        except (EOFError, MessageError) as error:
+            text = f"its process {_what_it_did(process, error)}"
+            raise KernelNotFoundError(f"--kernel {self._spec} must be importable, {text}") from error
         if "error" in ready:
-            self.close()
-            raise KernelNotFoundError(ready["error"])
-        return str(ready["name"])
+            raise KernelNotFoundError(str(ready["error"]))
+        return str(ready.get("name"))
 
     def _find(self, case: Case) -> Finding:
         if case.needs_device and self._device.type == "cpu":
@@ -96,23 +114,30 @@ class Worker:
 
     def _execute(self, case: Case) -> Execution | Stop:
         if self._process is None:
-            self._start()
+            try:
+                self._start()
+            except KernelNotFoundError as error:
+                return Stop(verdict=Verdict.CRASH, text=f"the kernel's process could not be started again: {error}")
         process = self._process
         if process is None:
             raise RuntimeError("the worker must be running after its start")
         try:
-            send(process.stdin, {"case": case.to_json()}, {})
-            content, tensors = receive(process.stdout, self._timeout)
+            content, tensors = process.ask({"case": case.to_json()}, self._timeout)
+            result = decode(content, tensors, self._device)
         except TimeoutError:
             self.close()
             return Stop(verdict=Verdict.TIMEOUT, text=f"no answer within {self._timeout:g} s")
-        except (EOFError, BrokenPipeError):
-            code = process.wait()
+        except (EOFError, MessageError) as error:
+            text = f"the kernel's process {_what_it_did(process, error)}"
             self.close()
-            return Stop(verdict=Verdict.CRASH, text=f"the kernel's process ended: {_exit_text(code)}")
+            return Stop(verdict=Verdict.CRASH, text=text)
+        except BaseException:
+            # its answer would be taken for that to another question
+            self.close()
+            raise
         if content.get("lost"):
             self.close()
-        return decode(content, tensors, self._device)
+        return result
 
 
 @contextmanager
@@ -125,33 +150,51 @@ def isolated(operation: Operation, spec: str, device: torch.device, *, timeout: 
         worker.close()
 
 
-def _exit_text(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+def _what_it_did(process: WorkerProcess, error: EOFError | MessageError) -> str:
+    return process.last_words() if isinstance(error, EOFError) else f"garbled its answer: {error}"
 
 
-def serve(op: str, spec: str, device_name: str) -> None:
+def serve(op: str, spec: str, device_name: str, requests_name: str, answers_name: str) -> None:
     """The child: answer each case until the parent is gone."""
-    # a kernel that prints must not write into the messages
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    # Ctrl-C is the parent's to handle: it ends this process
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _die_with_the_parent()
+    requests, answers = _set_aside(int(requests_name)), _set_aside(int(answers_name))
+    own = os.getpid()
+
+    def answer(content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        if os.getpid() != own:
+            # a copy of this process, forked by the kernel, has no say
+            os._exit(0)
+        send(answers, content, tensors)
+
     operation, device = load_operation(op), torch.device(device_name)
     try:
         kernel = find_kernels(operation, spec)[0]
     except Exception as error:
         expected = isinstance(error, KernelNotFoundError | TypeError)
         text = str(error) if expected else f"--kernel {spec} cannot be imported: {type(error).__name__}: {error}"
-        send(answers, {"error": text}, {})
+        answer({"error": text}, {})
         return
-    send(answers, {"name": kernel.name}, {})
+    answer({"name": kernel.name}, {})
     while True:
         try:
-            content, _ = receive(sys.stdin.buffer, None)
+            content, _ = receive(requests)
         except EOFError:
             return
-        case = Case.from_json(content["case"])
-        send(answers, *encode(_run(operation, kernel, case, device)))
+        result, tensors = encode(_run(operation, kernel, Case.from_json(content["case"]), device))
+        answer({**result, "request": content["request"]}, tensors)
+
+
+def _die_with_the_parent() -> None:
+    """A kernel that hangs must not outlive the judge, and in its own session no signal to the judge's reaches it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _set_aside(descriptor: int) -> int:
+    """The same pipe under a high number, closed in every program that a kernel starts."""
+    high = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, FIRST_DESCRIPTOR)
+    os.close(descriptor)
+    return high
 
 
 def _run(operation: Operation, kernel: Kernel, case: Case, device: torch.device) -> Execution | Stop:
