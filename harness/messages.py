@@ -179,6 +179,18 @@ def _decoded(content: dict[str, Any], tensors: dict[str, Tensor], device: torch.
     )
 
 
+def spent_on(content: dict[str, Any]) -> dict[str, float]:
+    """The seconds that a worker spent on an answer, by phase.
+
+    Raises:
+        MessageError: If they are no numbers.
+    """
+    spent = content.get("spent")
+    if not isinstance(spent, dict) or not all(isinstance(seconds, float) for seconds in spent.values()):
+        raise MessageError(f"an answer must say the seconds that it took, got {spent!r}")
+    return spent
+
+
 def _gates(found: list[dict[str, Any]]) -> tuple[GateResult, ...]:
     places = [Location(**gate["where"]) if gate["where"] else None for gate in found]
     return tuple(GateResult(**{**gate, "where": where}) for gate, where in zip(found, places, strict=True))

@@ -33,6 +33,13 @@ def accounted() -> Iterator[Spent]:
         _CURRENT.reset(token)
 
 
+def count(name: str, seconds: float) -> None:
+    """Count what another process spent on a phase while this one waited for it."""
+    spent = _CURRENT.get()
+    if spent is not None:
+        spent.seconds[name] = spent.seconds.get(name, 0.0) + seconds
+
+
 @contextmanager
 def phase(name: Phase, device: torch.device | None = None) -> Iterator[None]:
     """Count the block towards ``name``; phases do not nest.
@@ -48,4 +55,4 @@ def phase(name: Phase, device: torch.device | None = None) -> Iterator[None]:
             torch.cuda.synchronize(device)
     finally:
         if spent is not None:
-            spent.seconds[name] = spent.seconds.get(name, 0.0) + time.perf_counter() - start
+            count(name, time.perf_counter() - start)

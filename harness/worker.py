@@ -23,8 +23,9 @@ from .case import Case
 from .discovery import load_operation
 from .execution import Execution, Stop, describe, execute
 from .kernels import KernelNotFoundError, find_kernels
-from .messages import MessageError, decode, encode, receive, send
+from .messages import MessageError, decode, encode, receive, send, spent_on
 from .operation import Kernel, Operation
+from .phases import accounted, count
 from .record import Record, Verdict
 from .runner import NEEDS_DEVICE, Exam, ExamRoom, Finding, assess, make_record, refuse, sit
 
@@ -62,13 +63,14 @@ class Worker:
     def run_case(self, case: Case) -> Record:
         """Judge one case; a crash, a hang or a lost process is its verdict."""
         start = time.perf_counter()
-        try:
-            finding = self._find(case)
-        except Exception as error:
-            # the kernel fails in its own process, so this is a fault of the judge, and is reported as one
-            finding = Finding(verdict=Verdict.HARNESS_ERROR, text=describe(error))
+        with accounted() as spent:
+            try:
+                finding = self._find(case)
+            except Exception as error:
+                # the kernel fails in its own process, so this is a fault of the judge, and is reported as one
+                finding = Finding(verdict=Verdict.HARNESS_ERROR, text=describe(error))
         seconds = time.perf_counter() - start
-        return make_record(self._operation, self.name, case, self._device, finding, seconds=seconds)
+        return make_record(self._operation, self.name, case, self._device, finding, seconds=seconds, spent=spent)
 
     def ask(self, exam: Exam) -> Execution | Stop:
         """What the kernel answers to a case, without a judgement."""
@@ -123,7 +125,7 @@ class Worker:
             raise RuntimeError("the worker must be running after its start")
         try:
             content, tensors = process.ask({"case": case.to_json()}, self._timeout)
-            result = decode(content, tensors, self._device)
+            result, spent = decode(content, tensors, self._device), spent_on(content)
         except TimeoutError:
             self.close()
             return Stop(verdict=Verdict.TIMEOUT, text=f"no answer within {self._timeout:g} s")
@@ -135,6 +137,8 @@ class Worker:
             # its answer would be taken for that to another question
             self.close()
             raise
+        for name, seconds in spent.items():
+            count(name, seconds)
         if content.get("lost"):
             self.close()
         return result
@@ -180,8 +184,10 @@ def serve(op: str, spec: str, device_name: str, requests_name: str, answers_name
             content, _ = receive(requests)
         except EOFError:
             return
-        result, tensors = encode(_run(operation, kernel, Case.from_json(content["case"]), device))
-        answer({**result, "request": content["request"]}, tensors)
+        with accounted() as spent:
+            result = _run(operation, kernel, Case.from_json(content["case"]), device)
+        said, tensors = encode(result)
+        answer({**said, "spent": spent.seconds, "request": content["request"]}, tensors)
 
 
 def _die_with_the_parent() -> None:

@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from builders import CPU, attention_case, operation_of
 
-from assay.harness.execution import Execution, Stop
 from assay.harness.kernels import KernelNotFoundError
-from assay.harness.messages import HEADER, MARK, MOST_TEXT, MessageError, Wait, decode, encode, receive, send
-from assay.harness.record import GateResult, Location, Record, Verdict
+from assay.harness.messages import MOST_TEXT
+from assay.harness.record import Record, Verdict
 from assay.harness.worker import Worker, isolated
 
 # each function is a behaviour; `attend` takes the one whose name stands in the file beside it
@@ -61,6 +59,10 @@ def reads(given):
 def prints(given):
     os.write(1, b"x" * (1 << 22))
     print("y" * (1 << 22), flush=True)
+    return right(given)
+
+def dawdles(given):
+    time.sleep(0.1)
     return right(given)
 
 def forks(given):
@@ -199,6 +201,14 @@ def test_a_broken_process_or_pipe_is_a_crash_and_the_run_goes_on(
     assert judge("right").verdict is Verdict.PASS
 
 
+def test_the_time_of_both_processes_is_accounted_for(judge: Judge) -> None:
+    record = judge("dawdles")
+    assert set(record.spent) == {"inputs", "kernel", "oracle"}
+    # five runs and more, of a tenth of a second
+    assert 0.5 <= record.spent["kernel"] <= record.seconds
+    assert sum(record.spent.values()) <= record.seconds + 1e-3
+
+
 def test_a_process_that_dies_between_cases_is_found_at_the_next(judge: Judge, worker: Worker, folder: Path) -> None:
     assert judge("right").verdict is Verdict.PASS
     process = worker._process
@@ -271,113 +281,3 @@ def test_a_worker_does_not_outlive_a_judge_that_is_killed(folder: Path) -> None:
             time.sleep(0.05)
         parent.kill()
     assert ends(int((folder / "pid").read_text()))
-
-
-@pytest.fixture
-def pipe() -> Iterator[tuple[int, int]]:
-    """Both ends of a pipe."""
-    ends = os.pipe()
-    yield ends
-    for end in ends:
-        # a test may have closed its own
-        try:
-            os.close(end)
-        except OSError:
-            continue
-
-
-def wait(seconds: float = 60.0, *, gone: bool = False) -> Wait:
-    return Wait(time.monotonic() + seconds, lambda: gone)
-
-
-def test_a_message_arrives_as_it_was_sent(pipe: tuple[int, int]) -> None:
-    tensors = {"out": torch.arange(6.0).view(2, 3), "lse": torch.tensor([1, 2], dtype=torch.int32)}
-    send(pipe[1], {"case": [1, None, "x"]}, tensors, wait())
-    content, received = receive(pipe[0], wait())
-    assert content == {"case": [1, None, "x"]}
-    assert {name: tensor.tolist() for name, tensor in received.items()} == {
-        "out": [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]],
-        "lse": [1, 2],
-    }
-
-
-@pytest.mark.parametrize(
-    ("sent", "text"),
-    [
-        (b"Traceback (most recent call last)", "a message must begin with"),
-        (HEADER.pack(MARK, MOST_TEXT + 1, 0), "at most"),
-        (HEADER.pack(MARK, 0, 1 << 63), f"got 0 \\+ {1 << 63}"),
-        (HEADER.pack(MARK, 5, 0) + b'{"a":', "must be JSON and safetensors, got JSONDecodeError"),
-        (HEADER.pack(MARK, 2, 0) + b"\xff\xff", "must be JSON and safetensors, got UnicodeDecodeError"),
-        (HEADER.pack(MARK, 2, 4) + b"{}torn", "must be JSON and safetensors, got SafetensorError"),
-        (HEADER.pack(MARK, 2, 0) + b"[]", "must be a JSON object, got list"),
-    ],
-    ids=["text", "much JSON", "many tensors", "torn JSON", "no text", "torn tensors", "list"],
-)
-def test_what_is_no_message_is_refused_at_once(sent: bytes, text: str, pipe: tuple[int, int]) -> None:
-    os.write(pipe[1], sent)
-    with pytest.raises(MessageError, match=text):
-        receive(pipe[0], wait())
-
-
-def test_a_torn_message_waits_for_its_rest_only_while_its_sender_lives(pipe: tuple[int, int]) -> None:
-    whole = HEADER.pack(MARK, 9, 0) + b'{"a": 12}'
-    os.write(pipe[1], whole[:-1])
-    with pytest.raises(TimeoutError):
-        receive(pipe[0], wait(0.05))
-    # this process holds the pipe open, as a copy of the sender would
-    os.write(pipe[1], whole[:-1])
-    with pytest.raises(EOFError):
-        receive(pipe[0], wait(gone=True))
-    os.write(pipe[1], whole)
-    assert receive(pipe[0], wait(gone=True)) == ({"a": 12}, {})
-    os.close(pipe[1])
-    with pytest.raises(EOFError):
-        receive(pipe[0], wait())
-
-
-def test_an_answer_is_read_back_as_it_was() -> None:
-    gate = GateResult(gate="G2 out written", ratio=float("inf"), where=Location(token=3, head=1), text="left unwritten")
-    stop = Stop(verdict=Verdict.WRITE_SCOPE, text="1 of 9 elements", gates=(gate,))
-    assert decode(*encode(stop), CPU) == stop
-
-
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        ({}, "KeyError: 'gates'"),
-        ({"gates": None}, "TypeError"),
-        ({"gates": [], "verdict": "FINE", "text": ""}, "ValueError: 'FINE' is not a valid Verdict"),
-        ({"gates": [], "contract": {"p": "fp32", "mutates": []}, "conventions": {}}, "KeyError: 'empty_row'"),
-        ({"gates": [], "contract": "bf16"}, "TypeError"),
-    ],
-)
-def test_an_answer_with_a_part_missing_is_no_message(content: dict[str, Any], text: str) -> None:
-    with pytest.raises(MessageError, match=f"an answer must hold all its parts, got {text}"):
-        decode(content, {}, CPU)
-
-
-def test_an_answer_without_its_tensors_is_no_message(judge: Judge, worker: Worker, folder: Path) -> None:
-    (folder / "behaviour").write_text("right")
-    case = attention_case(seed=next(numbers))
-    answer = worker._execute(case)
-    assert isinstance(answer, Execution)
-    content, tensors = encode(answer)
-    whole = decode(content, tensors, CPU)
-    assert isinstance(whole, Execution)
-    assert whole.contract == answer.contract
-    assert torch.equal(whole.last[0], answer.last[0])
-    del tensors["last.lse"]
-    with pytest.raises(MessageError, match=r"got KeyError: 'last\.lse'"):
-        decode(content, tensors, CPU)
-
-
-def test_a_request_that_nobody_takes_is_given_up(pipe: tuple[int, int]) -> None:
-    big = {"case": "x" * (1 << 20)}
-    with pytest.raises(TimeoutError):
-        send(pipe[1], big, {}, wait(0.2))
-    with pytest.raises(EOFError):
-        send(pipe[1], big, {}, wait(gone=True))
-    os.close(pipe[0])
-    with pytest.raises(BrokenPipeError):
-        send(pipe[1], big, {}, wait())
