@@ -25,8 +25,11 @@ from .record import GateResult, Location, Verdict
 from .replays import replay_gates
 
 NAMES = ("out", "lse")
+Answer = tuple[Tensor, Tensor]
 # rearrangements are about layout, not values: one family asks them, that in which a single key decides
 REARRANGED_FAMILIES = ("peaked",)
+# what torch says without a type of its own: of the CPU's memory, and of CUDA's outside of its caching allocator
+_OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory")
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(torch.__file__).parents[1] / "triton"))
 
 
@@ -70,24 +73,25 @@ def execute(operation: Operation, kernel: Kernel, case: Case, inputs: Inputs, de
         inputs: The inputs themselves; left as they were unless the kernel wrote them.
         device: Where they lie.
     """
+    answers: list[Answer] = []
     try:
         with no_interpreted_bfloat16():
             contract, outline = kernel.contract(case), operation.outline(case)
             given = prepared(inputs, kernel, case, contract, outline)
-            result = _restated(_execute(kernel, contract, outline, given, device), kernel.conventions, outline)
+            result = _restated(_execute(kernel, contract, outline, given, device, answers), kernel.conventions, outline)
             if isinstance(result, Stop) or case.family not in REARRANGED_FAMILIES or operation.name not in MOVES:
                 return result
             again = ask_again(operation, kernel, case, inputs, device, result.first, contract)
             return replace(result, again=again)
     except (Exception, SystemExit) as error:
-        return _raised(error)
+        return _raised(error, served=bool(answers))
 
 
 def _execute(
-    kernel: Kernel, contract: Contract, outline: Outline, inputs: Inputs, device: torch.device
+    kernel: Kernel, contract: Contract, outline: Outline, inputs: Inputs, device: torch.device, answers: list[Answer]
 ) -> Execution | Stop:
+    """Three calls, added to ``answers`` as they come, and the replays."""
     run: Callable[[], Any] | None = None
-    answers: list[tuple[Tensor, Tensor]] = []
     # kept alive, so that memory handed out twice is the kernel's own doing
     held: list[Any] = []
     for fill in (math.nan, SENTINEL, None):
@@ -130,12 +134,16 @@ def _restated(result: Execution | Stop, conventions: Conventions, outline: Outli
     return replace(result, first=first, last=last, conventions=conventions)
 
 
-def _raised(error: Exception | SystemExit) -> Stop:
-    if isinstance(error, InterpretedBfloat16Error | NotImplementedError):
+def _raised(error: Exception | SystemExit, *, served: bool) -> Stop:
+    if isinstance(error, InterpretedBfloat16Error) or (isinstance(error, NotImplementedError) and not served):
         return Stop(verdict=Verdict.UNSUPPORTED, text=str(error))
-    if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
+    if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and any(said in str(error) for said in _OUT_OF_MEMORY)
+    ):
         return Stop(verdict=Verdict.OUT_OF_MEMORY, text=str(error) or "out of memory")
-    return Stop(verdict=Verdict.CRASH, text=describe(error))
+    # who has answered a case cannot refuse it any more
+    late = isinstance(error, NotImplementedError)
+    return Stop(verdict=Verdict.CRASH, text=f"{'refused a case that it had served: ' if late else ''}{describe(error)}")
 
 
 def describe(error: BaseException) -> str:
@@ -157,6 +165,8 @@ def _structure(answer: Any, outline: Outline, contract: Contract, inputs: Inputs
         text = None
         if type(tensor) is not Tensor:
             text = f"{name} must be a torch.Tensor, got {type(tensor).__name__}"
+        elif (form := _unreadable(tensor)) is not None:
+            text = f"{name} must be a dense tensor that stores its values, got {form}"
         elif tuple(tensor.shape) != shape:
             text = f"{name} must have shape {shape}, got {tuple(tensor.shape)}"
         elif PRECISION_OF_DTYPE.get(str(tensor.dtype).removeprefix("torch.")) != precision:
@@ -168,6 +178,16 @@ def _structure(answer: Any, outline: Outline, contract: Contract, inputs: Inputs
         if text is not None:
             return Stop(verdict=Verdict.STRUCTURE, text=text)
     return None
+
+
+def _unreadable(tensor: Tensor) -> str | None:
+    """Why the memory of a tensor is not a plain array of its elements, or None."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return f"layout {'nested' if tensor.is_nested else str(tensor.layout).removeprefix('torch.')}"
+    if tensor.is_quantized:
+        return f"quantized {tensor.dtype}"
+    # only a flag says so, which whoever takes the address of the data never sees
+    return "a negated view" if tensor.is_neg() else "a conjugated view" if tensor.is_conj() else None
 
 
 def _handed_out_again(answer: tuple[Tensor, Tensor], held: list[tuple[Tensor, Tensor]]) -> Stop | None:

@@ -1,7 +1,9 @@
 """Running a kernel: what it returns, writes, keeps and raises is found out before the oracle is asked."""
 
 import inspect
+import re
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +41,39 @@ def test_an_answer_of_another_structure_is_named(which: str) -> None:
     record = judged(answering(change), attention_case(dtype="float16"))
     assert (record.verdict, record.gates) == ("STRUCTURE", [])
     assert text in record.text
+
+
+def quantized(tensor: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(tensor.float(), 0.1, 0, torch.qint8)
+
+
+def nested(tensor: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor(list(tensor))
+
+
+UNREADABLE: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
+    "sparse": (lambda out, lse: (out.to_sparse(), lse), "out must be a dense tensor .*, got layout sparse_coo"),
+    "foreign": (lambda out, lse: (out.to_mkldnn(), lse), "out must be a dense tensor .*, got layout _mkldnn"),
+    "nested": (lambda out, lse: (out, nested(lse)), "lse must be a dense tensor .*, got layout nested"),
+    "quantized": (
+        lambda out, lse: (quantized(out), lse),
+        "out must be .* that stores its values, got quantized torch.qint8",
+    ),
+    "negated": (lambda out, lse: (torch._neg_view(-out), lse), "out must be .*, got a negated view"),
+    "conjugated": (lambda out, lse: (out, torch.complex(lse, lse).conj()), "lse must be .*, got a conjugated view"),
+}
+
+
+@pytest.mark.parametrize("which", UNREADABLE)
+def test_an_answer_whose_memory_is_not_its_values_is_named(which: str) -> None:
+    change, text = UNREADABLE[which]
+    record = judged(answering(change), attention_case())
+    assert record.verdict == "STRUCTURE"
+    assert re.fullmatch(text, record.text)
 
 
 def test_a_view_of_an_input_is_no_answer() -> None:
@@ -186,12 +221,39 @@ def test_a_crash_of_a_later_call_is_a_crash() -> None:
     assert "no such tile" in record.text
 
 
+@pytest.mark.parametrize("call", [2, 3, 4, 5])
+def test_a_case_that_was_served_cannot_be_refused_any_more(call: int) -> None:
+    calls: list[int] = []
+
+    def attend(**given: Any) -> Answer:
+        calls.append(1)
+        if len(calls) == call:
+            raise NotImplementedError("only heads of 128")
+        return honest_attention(**given)
+
+    # the fourth and the fifth call are those of changed contents and of other addresses
+    record = judged(attend, attention_case())
+    assert record.verdict == "CRASH"
+    assert record.text.startswith("refused a case that it had served: NotImplementedError: only heads of 128")
+
+
+def test_memory_that_a_cpu_does_not_have_is_no_crash() -> None:
+    def attend(**given: Any) -> Answer:
+        torch.empty(1 << 60)
+        return honest_attention(**given)
+
+    record = judged(attend, attention_case())
+    assert record.verdict == "OUT_OF_MEMORY"
+    assert "you tried to allocate 4611686018427387904 bytes" in record.text
+
+
 @pytest.mark.parametrize(
     ("error", "verdict"),
     [
         (NotImplementedError("only heads of 128"), "UNSUPPORTED"),
         (MemoryError("too large"), "OUT_OF_MEMORY"),
         (torch.cuda.OutOfMemoryError("too large"), "OUT_OF_MEMORY"),
+        (RuntimeError("CUDA error: out of memory"), "OUT_OF_MEMORY"),
         (ValueError("bad"), "CRASH"),
         (AssertionError("bad"), "CRASH"),
     ],
