@@ -29,12 +29,12 @@ class WorkerProcess:
     """
 
     def __init__(self, module: str, arguments: list[str]) -> None:
-        """Start it; the descriptors of requests and answers follow the arguments."""
+        """Start it; its parent's number and the descriptors of requests and answers follow the arguments."""
         requests, self._requests = os.pipe()
         self._answers, answers = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments, str(requests), str(answers)],
+                [sys.executable, "-m", module, *arguments, str(os.getpid()), str(requests), str(answers)],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 pass_fds=(requests, answers),

@@ -2,6 +2,10 @@
 
 import ctypes
 import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -44,8 +48,8 @@ app = typer.Typer(
 @app.command("list")
 def list_operations() -> None:
     """Show the operations, their oracles and the kernels that this machine can import."""
-    _prepare(device="cpu")
-    from .listing import operations_table, plugins_table
+    with _starting(device="cpu"):
+        from .listing import operations_table, plugins_table
 
     console.print(operations_table())
     plugged = plugins_table()
@@ -56,8 +60,8 @@ def list_operations() -> None:
 @app.command()
 def doctor() -> None:
     """Say what this machine can judge, and why not the rest."""
-    _prepare(device="auto")
-    from .doctor import diagnose, render
+    with _starting(device="auto"):
+        from .doctor import diagnose, render
 
     console.print(render(diagnose()))
 
@@ -101,10 +105,10 @@ def check(
     Exit codes: 0 all passed, 1 a verdict failed, 2 usage, 3 nothing was judged, 6 stopped before the end by
     --max-seconds, 7 harness error, 130 interrupted.
     """
-    _prepare(device=device)
-    from .options import CheckOptions
-    from .plan import UsageError
-    from .session import run_check
+    with _starting(device=device):
+        from .options import CheckOptions
+        from .plan import UsageError
+        from .session import run_check
 
     options = CheckOptions(
         ops=tuple(ops or ()),
@@ -153,9 +157,9 @@ def mutate(
 
     Exit codes: 0 all found and none rejected, 1 otherwise, 2 usage, 130 interrupted.
     """
-    _prepare(device=device)
-    from .mutate_command import MutateOptions, run_mutate
-    from .plan import UsageError
+    with _starting(device=device):
+        from .mutate_command import MutateOptions, run_mutate
+        from .plan import UsageError
 
     options = MutateOptions(
         ops=tuple(ops or ()), device=device, seed=seed, fresh_seeds=fresh_seeds, admission=admission, out=out
@@ -181,9 +185,9 @@ def replay(
 
     Exit codes: 0 it passes now, 1 it still fails, 2 usage, 3 not judged here, 7 harness error, 130 interrupted.
     """
-    _prepare(device=device)
-    from .plan import UsageError
-    from .replay_command import run_replay
+    with _starting(device=device):
+        from .plan import UsageError
+        from .replay_command import run_replay
 
     try:
         code = run_replay(capsule, kernel, device, console, timeout=timeout, in_process=in_process)
@@ -208,9 +212,9 @@ def report(
     Exit codes: 0 nothing got worse, 1 a verdict failed or regressed, 2 usage, 3 nothing in common, 4 other settings,
     6 judgements of the earlier run are missing.
     """
-    _prepare(device="cpu")
-    from .plan import UsageError
-    from .report_command import run_report
+    with _starting(device="cpu"):
+        from .plan import UsageError
+        from .report_command import run_report
 
     try:
         code = run_report(run, against, out, tuple(form or ()), console)
@@ -222,6 +226,30 @@ def report(
 def _usage(text: str) -> NoReturn:
     errors.print(f"[bold red]usage:[/] {escape(text)}", highlight=False)
     raise typer.Exit(2)
+
+
+@contextmanager
+def _starting(*, device: str) -> Iterator[None]:
+    """Import what a command needs in this block, in which Ctrl-C ends the process at once.
+
+    There is nothing yet to be left whole, and a library may lose the exception in the C code of its own import.
+    """
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not usual or threading.current_thread() is not threading.main_thread():
+        _prepare(device=device)
+        yield
+        return
+    signal.signal(signal.SIGINT, _end_at_once)
+    try:
+        _prepare(device=device)
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end_at_once(*_: object) -> NoReturn:
+    os.write(2, b"interrupted before anything was judged\n")
+    os._exit(130)
 
 
 def _prepare(*, device: str) -> None:

@@ -158,9 +158,9 @@ def _what_it_did(process: WorkerProcess, error: EOFError | MessageError) -> str:
     return process.last_words() if isinstance(error, EOFError) else f"garbled its answer: {error}"
 
 
-def serve(op: str, spec: str, device_name: str, requests_name: str, answers_name: str) -> None:
+def serve(op: str, spec: str, device_name: str, parent: str, requests_name: str, answers_name: str) -> None:
     """The child: answer each case until the parent is gone."""
-    _die_with_the_parent()
+    _die_with(int(parent))
     requests, answers = _set_aside(int(requests_name)), _set_aside(int(answers_name))
     own = os.getpid()
 
@@ -190,10 +190,12 @@ def serve(op: str, spec: str, device_name: str, requests_name: str, answers_name
         answer({**said, "spent": spent.seconds, "request": content["request"]}, tensors)
 
 
-def _die_with_the_parent() -> None:
+def _die_with(parent: int) -> None:
     """A kernel that hangs must not outlive the judge, and in its own session no signal to the judge's reaches it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(1)
 
 
 def _set_aside(descriptor: int) -> int:
