@@ -115,7 +115,9 @@ def _execute(
     if stop is not None or run is None:
         return stop or Stop(verdict=Verdict.CRASH, text="the kernel was never bound")
     gates = _repeats(first, second, last) if contract.deterministic else []
-    if not bool(outline.empty_rows.all()):
+    # a row without keys, or with a NaN among them, does not follow the contents
+    fixed = outline.empty_rows if outline.nan_rows is None else outline.empty_rows | outline.nan_rows
+    if not bool(fixed.all()):
         gates += replay_gates(run, kernel.bind, inputs.arguments, contract, first)
         inputs.ledger.restore()
     return Execution(contract=contract, first=first, last=last, gates=tuple(gates))

@@ -1,16 +1,16 @@
 """From command-line options to a frozen list of cases."""
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from .case import Case, plan_digest
-from .discovery import PluginError, load_cases
+from .discovery import PluginError, load_cases, operation_names
 from .operation import CaseRequest, Operation
-from .operations import NAMES
+from .operations._sizes import checked_family, checked_sizes
 
-TIERS = ("smoke", "full")
+TIERS = ("smoke", "full", "nightly")
 DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -81,21 +81,24 @@ def _shape_cases(operation: Operation, request: CaseRequest, path: Path) -> list
     tables = content.get("case", [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise UsageError(f"--shapes must hold a list of tables [[case]], got {type(tables).__name__} in {path}")
-    unknown = [table.get("op") for table in tables if table.get("op") not in NAMES]
-    if unknown:
-        raise UsageError(f"op of a case must be one of {', '.join(NAMES)}, got {unknown[0]!r} in {path}")
-    tables = [table for table in tables if table["op"] == operation.name]
-    return [_shape_case(operation, request, table, dtype) for table in tables for dtype in request.dtypes]
+    # what a size may be must not depend on the seed
+    known, own_cases = operation_names(), operation.cases(replace(request, tier="full", seed=0))
+    cases = []
+    for number, table in enumerate(tables, start=1):
+        if table.get("op") not in known:
+            place = f"--shapes {path}, table {number}"
+            raise UsageError(f"{place}: op must be one of {', '.join(known)}, got {table.get('op')!r}")
+        if table["op"] == operation.name:
+            try:
+                cases += _shape_case(table, request, own_cases)
+            except ValueError as error:
+                raise UsageError(f"--shapes {path}, table {number}: {error}") from error
+    return cases
 
 
-def _shape_case(operation: Operation, request: CaseRequest, table: dict[str, Any], dtype: str) -> Case:
-    template = operation.cases(CaseRequest(tier="smoke", seed=0, dtypes=(dtype,)))[0].sizes
-    sizes = {name: value for name, value in table.items() if name not in ("op", "family")}
-    unknown, missing = sorted(set(sizes) - set(template)), sorted(set(template) - set(sizes))
-    if unknown or missing:
-        raise UsageError(
-            f"a case of {operation.name} must have the sizes {', '.join(sorted(template))}; "
-            f"missing {', '.join(missing) or 'none'}, unknown {', '.join(unknown) or 'none'}"
-        )
-    family = table.get("family", "diffuse")
-    return Case(op=operation.name, family=family, dtype=dtype, seed=request.seed, sizes=sizes)
+def _shape_case(table: dict[str, Any], request: CaseRequest, own_cases: list[Case]) -> list[Case]:
+    """A table as a case of each dtype."""
+    family = checked_family(table.get("family", "diffuse"), own_cases)
+    sizes = checked_sizes({name: table[name] for name in table if name not in ("op", "family")}, own_cases)
+    op = own_cases[0].op
+    return [Case(op=op, family=family, dtype=dtype, seed=request.seed, sizes=sizes) for dtype in request.dtypes]

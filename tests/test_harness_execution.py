@@ -198,6 +198,12 @@ def test_answers_to_other_contents_are_not_answers_to_these() -> None:
     assert judged(late, attention_case(seed=2)).verdict == "NUMERIC"
 
 
+def test_an_answer_that_no_contents_change_is_no_memory_of_earlier_ones() -> None:
+    # every row sees the key that is NaN
+    case = attention_case("visible-nan", query_lens=[4, 0], key_lens=[4, 6], causal=False)
+    assert judged(honest_attention, case).verdict == "PASS"
+
+
 def crashing(**given: Any) -> Answer:
     raise RuntimeError("no such tile")
 

@@ -1,5 +1,6 @@
 """Options become a frozen list of cases, or a usage error that says what must be."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,81 @@ def test_a_shapes_file_replaces_the_tier(tmp_path: Path) -> None:
 def test_a_shapes_file_that_is_not_understood_is_a_usage_error(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         planned(shapes_file(tmp_path, text))
+
+
+MLA_SHAPES = """
+[[case]]
+op = "mla_prefill"
+softmax_scale = 0.1
+layout = "split"
+num_heads = 2
+kv_lora_rank = 32
+d_nope = 16
+d_rope = 8
+d_v = 12
+query_lens = [3, 1]
+context_lens = [9, 1]
+history_chunk_size = 16
+"""
+
+SENSELESS = {
+    "negative": (SHAPES, "d_v = 4", "d_v = -4", "d_v must be an integer of at least 1 and below 2^31, got -4"),
+    "no heads": (SHAPES, "num_heads = 2", "num_heads = 0", "num_heads must be an integer of at least 1 .*, got 0"),
+    "huge": (SHAPES, "d_qk = 8", "d_qk = 2147483648", "d_qk must be .* below 2^31, got 2147483648"),
+    "text": (SHAPES, "d_qk = 8", 'd_qk = "8"', "d_qk must be an integer of .*, got '8'"),
+    "fraction": (SHAPES, "d_qk = 8", "d_qk = 8.0", "d_qk must be an integer of .*, got 8.0"),
+    "truth": (SHAPES, "num_heads = 2", "num_heads = true", "num_heads must be an integer of .*, got True"),
+    "list": (SHAPES, "d_qk = 8", "d_qk = [8]", "d_qk must be an integer of .*, got [8]"),
+    "causal": (SHAPES, "causal = false", "causal = 0", "causal must be true or false, got 0"),
+    "scale": (SHAPES, "softmax_scale = 0.1", "softmax_scale = 0", "softmax_scale must be a positive number, got 0"),
+    "nan": (SHAPES, "softmax_scale = 0.1", "softmax_scale = nan", "softmax_scale must be a positive number, got nan"),
+    "endless": (SHAPES, "softmax_scale = 0.1", "softmax_scale = inf", "softmax_scale must be .*, got inf"),
+    "layout": (SHAPES, '"packed"', '"heads-first"', "layout must be one of packed, .*, got 'heads-first'"),
+    "family": (SHAPES, '"peaked"', '"gaussian"', "family must be one of diffuse, .*, got 'gaussian'"),
+    "no family": (SHAPES, '"peaked"', "3", "family must be one of diffuse, .*, got 3"),
+    "elsewhere": (SHAPES, '"peaked"', '"captured"', "family must be one of diffuse, .*, got 'captured'"),
+    "groups": (SHAPES, "num_kv_heads = 2", "num_kv_heads = 3", "num_kv_heads must be a divisor of num_heads 2, got 3"),
+    "a number": (SHAPES, "[3]", "3", "query_lens must be a list of at least one integer, got 3"),
+    "nobody": (SHAPES, "[3]", "[]", "query_lens must be a list of at least one integer, got []"),
+    "nested": (SHAPES, "[3]", "[[3]]", "query_lens[0] must be an integer of at least 0 .*, got [3]"),
+    "less": (SHAPES, "[3]", "[-1]", "query_lens[0] must be an integer of at least 0 .*, got -1"),
+    "no rows": (SHAPES, "[3]", "[0]", "the sum of query_lens must be at least 1, got 0"),
+    "too many": (SHAPES, "[9]", "[2147483647, 1]", "the sum of key_lens must be below 2^31, got 2147483648"),
+    "requests": (SHAPES, "[9]", "[9, 4]", "the length of key_lens must be that of query_lens, 1, got 2"),
+    "context": (
+        MLA_SHAPES, "[9, 1]", "[9, 0]", "context_lens[1] must be an integer of at least 1 and below 2^31, got 0",
+    ),
+    "beyond": (
+        MLA_SHAPES, "[3, 1]", "[3, 2]",
+        "context_lens[1] must be at least query_lens[1] 2, whose tokens are part of the context, got 1",
+    ),
+    "chunk": (MLA_SHAPES, "size = 16", "size = 0", "history_chunk_size must be an integer of at least 1 .*, got 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", SENSELESS)
+def test_a_senseless_size_is_a_usage_error_that_names_its_place(which: str, tmp_path: Path) -> None:
+    text, right, wrong, message = SENSELESS[which]
+    assert text.count(right) == 1
+    # the first table is sound
+    selection = shapes_file(tmp_path, text + text.replace(right, wrong))
+    with pytest.raises(UsageError) as caught:
+        planned(selection)
+    pattern = ".*".join(map(re.escape, message.split(".*")))
+    assert re.fullmatch(f"--shapes {re.escape(str(selection.shapes))}, table 2: {pattern}", str(caught.value))
+
+
+def test_sizes_at_their_limits_are_taken(tmp_path: Path) -> None:
+    # more queries than keys, a request without either, a key without rope, a whole number as a factor
+    sizes = SHAPES.replace("[3]", "[9, 0, 1]").replace("[9]", "[3, 0, 0]").replace("= 0.1", "= 1")
+    latent = MLA_SHAPES.replace("d_rope = 8", "d_rope = 0").replace("[9, 1]", "[3, 1]")
+    cases = planned(shapes_file(tmp_path, sizes + latent), dtypes=("float32",))
+    assert [(case.op, case.sizes["query_lens"]) for case in cases] == [
+        ("attention", [9, 0, 1]),
+        ("mla_prefill", [3, 1]),
+    ]
+    assert (cases[0].sizes["softmax_scale"], type(cases[0].sizes["softmax_scale"])) == (1.0, float)
+    assert cases[1].sizes["d_rope"] == 0
 
 
 @pytest.mark.parametrize(
