@@ -21,6 +21,8 @@ _MODULES = {
     "fa3": ".external.fa3",
     "fa4": ".external.fa4",
     "flashinfer": ".external.flashinfer",
+    "cudnn_frontend": ".external.cudnn_frontend",
+    "flash": ".external.flash",
     "flex": ".external.flex",
 }
 PROVIDERS = tuple(_MODULES)

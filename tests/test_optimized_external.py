@@ -1,96 +1,101 @@
-"""The adapters of external attention libraries, against stand-ins that answer as the libraries do."""
+"""The adapters of external attention libraries, against stand-ins that answer as the libraries do.
+
+The parameters of the stand-ins are those of the libraries' own sources: flash-attn-4 4.0.0b36, and flashinfer-python
+0.6.13 and 0.6.18.post1, which agree in them.
+"""
 
 import math
-import sys
 import types
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from attention_inputs import Inputs, by_oracle, make_inputs, make_plan
+from attention_inputs import INF, State, by_oracle
+from library_stand_ins import (
+    answer,
+    attend_by,
+    case,
+    check_nothing,
+    check_state,
+    hide,
+    install,
+    never_called,
+    nothing,
+    pretend_gpu,
+)
 from torch import Tensor
 
-from assay.optimized.attention import AttentionPlan, attention, find_provider
+from assay.optimized.attention import AttentionPlan
 from assay.optimized.external import fa3, fa4, flashinfer
 
-INF = float("inf")
-LENGTHS = (5, 3, 2), (2, 0, 4)
 ADAPTERS: dict[str, Any] = {"fa3": fa3, "fa4": fa4, "flashinfer": flashinfer}
+
+FA4_PARAMETERS = (
+    "q k v qv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k min_seqlen_k seqused_q seqused_k gather_kv_indices "
+    "page_table softmax_scale causal window_size learnable_sink softcap num_splits pack_gqa deterministic score_mod "
+    "score_mod_bwd mask_mod block_sparse_tensors aux_tensors aux_scalars return_lse scheduler_metadata "
+    "seqlen_k_per_split disable_scheduler_metadata gather_bwd_recompute_p gather_bwd_token_chunk"
+).split()
+FLASHINFER_PLAN_PARAMETERS = (
+    "qo_indptr kv_indptr num_qo_heads num_kv_heads head_dim_qk head_dim_vo custom_mask packed_custom_mask causal "
+    "pos_encoding_mode use_fp16_qk_reduction window_left logits_soft_cap sm_scale rope_scale rope_theta q_data_type "
+    "kv_data_type o_data_type non_blocking prefix_len_ptr token_pos_in_items_ptr token_pos_in_items_len "
+    "max_item_len_ptr fixed_split_size disable_split_kv"
+).split()
 
 
 class Library:
     """Answers by the oracle in a library's convention, and keeps what it was called with."""
 
     def __init__(self, plan: AttentionPlan, *, base: float, heads_first: bool, empty_lse: float) -> None:
-        self.plan, self.base, self.heads_first, self.empty_lse = plan, base, heads_first, empty_lse
+        self.plan, self.convention = plan, {"base": base, "heads_first": heads_first, "empty_lse": empty_lse}
         self.keywords: dict[str, Any] = {}
-        self.planned: tuple[Any, ...] = ()
 
-    def answer(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse = by_oracle((q, k, v), self.plan, scale)
-        # rows without keys hold what the library leaves there
-        out[lse == -INF] = float("nan")
-        lse = torch.where(lse == -INF, self.empty_lse, lse / math.log(self.base)).float()
-        return out.to(q.dtype), lse.t().contiguous() if self.heads_first else lse
+    def answer(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> State:
+        return answer((q, k, v), self.plan, scale, **self.convention)  # type: ignore[arg-type]
 
-    def flash_attn_varlen_func(self, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> tuple[Tensor, Tensor]:
+    def flash_attn_varlen_func(self, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> State:
         self.keywords = keywords
         return self.answer(q, k, v, keywords["softmax_scale"])
 
-    def wrapper(self, workspace: Tensor, layout: str) -> types.SimpleNamespace:
-        assert (workspace.dtype, layout) == (torch.uint8, "NHD")
+    def flash_attention_4(self, *args: Tensor, **keywords: Any) -> State:
+        self.keywords = named(FA4_PARAMETERS, args, keywords)
+        state = self.flash_attn_varlen_func(**self.keywords)
+        # without the request there is a None in its place
+        return state if self.keywords.get("return_lse") else (state[0], None)  # type: ignore[return-value]
+
+    def wrapper(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> types.SimpleNamespace:
+        assert (float_workspace_buffer.dtype, kv_layout) == (torch.uint8, "NHD")
 
         def plan(*args: Any, **keywords: Any) -> None:
-            self.planned, self.keywords = args, keywords
+            self.keywords = named(FLASHINFER_PLAN_PARAMETERS, args, keywords)
 
-        def forward_return_lse(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, sm_scale: float) -> Any:
-            assert causal == self.plan.causal
+        def forward_return_lse(
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            causal: bool = False,
+            pos_encoding_mode: str = "NONE",
+            use_fp16_qk_reduction: bool = False,
+            window_left: int = -1,
+            logits_soft_cap: float | None = None,
+            sm_scale: float | None = None,
+            rope_scale: float | None = None,
+            rope_theta: float | None = None,
+        ) -> State:
+            # each of these replaces what was planned
+            assert (causal, window_left, logits_soft_cap) == (self.plan.causal, -1, None)
+            assert sm_scale is not None
             return self.answer(q, k, v, sm_scale)
 
         return types.SimpleNamespace(plan=plan, forward_return_lse=forward_return_lse)
 
 
-def case(dtype: torch.dtype = torch.float16) -> tuple[Inputs, AttentionPlan]:
-    """A causal batch with rows before the first key and a request without keys."""
-    inputs = make_inputs(sum(LENGTHS[0]), sum(LENGTHS[1]), heads=(4, 2), dims=(64, 64), dtype=dtype)
-    return inputs, make_plan(*LENGTHS, inputs, causal=True)
-
-
-def install(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> None:
-    """Put a module and its parents in place of whatever is installed."""
-    parts = name.split(".")
-    for depth in range(1, len(parts) + 1):
-        monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), types.ModuleType(".".join(parts[:depth])))
-    for key, value in attributes.items():
-        setattr(sys.modules[name], key, value)
-
-
-def hide(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Make an import fail, installed or not."""
-    for name in names:
-        monkeypatch.setitem(sys.modules, name, None)
-
-
-def attend_by(adapter: str, inputs: Inputs, plan: AttentionPlan, scale: float = 0.3) -> tuple[Tensor, Tensor]:
-    """Plan and call an adapter on the CPU, where its own refusal would not let it."""
-    plan = replace(plan, provider=find_provider(adapter))
-    assert plan.provider.prepare is not None
-    return attention(*inputs, softmax_scale=scale, plan=replace(plan, prepared=plan.provider.prepare(plan)))
-
-
-def check(state: tuple[Tensor, Tensor], inputs: Inputs, plan: AttentionPlan) -> None:
-    out, lse = state
-    expected, expected_lse = by_oracle(inputs, plan, 0.3)
-    assert lse.shape == expected_lse.shape
-    assert lse.dtype == torch.float32
-    assert lse.is_contiguous()
-    empty = expected_lse == -INF
-    assert empty.any()
-    assert torch.equal(lse == -INF, empty)
-    assert torch.equal(out[empty], torch.zeros_like(out[empty]))
-    torch.testing.assert_close(lse[~empty].double(), expected_lse[~empty], rtol=2.0**-22, atol=2.0**-22)
-    torch.testing.assert_close(out.double(), expected, rtol=2.0**-10, atol=2.0**-24)
+def named(parameters: list[str], args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by the names that a library gives them; a name that it does not know is an error, as there."""
+    assert set(keywords) <= set(parameters[len(args) :])
+    return dict(zip(parameters, args, strict=False)) | keywords
 
 
 @pytest.mark.parametrize("empty_lse", [INF, -INF, -49993.98, float("nan")])
@@ -100,22 +105,21 @@ def test_fa3(monkeypatch: pytest.MonkeyPatch, home: str, empty_lse: float) -> No
     library = Library(plan, base=math.e, heads_first=True, empty_lse=empty_lse)
     hide(monkeypatch, "flash_attn_interface", "vllm")
     install(monkeypatch, home, flash_attn_varlen_func=library.flash_attn_varlen_func)
-    check(attend_by("fa3", inputs, plan), inputs, plan)
+    check_state(attend_by("fa3", inputs, plan), inputs, plan)
     asks_for_lse = {"return_softmax_lse": True, "fa_version": 3} if "vllm" in home else {"return_attn_probs": True}
     assert library.keywords.items() >= {"max_seqlen_q": 5, "max_seqlen_k": 4, "causal": True, **asks_for_lse}.items()
-    assert library.keywords["cu_seqlens_q"].tolist() == [0, 5, 8, 10]
-    assert library.keywords["cu_seqlens_k"].tolist() == [0, 2, 2, 6]
+    assert library.keywords["cu_seqlens_q"].tolist() == [0, 5, 8, 8, 10]
+    assert library.keywords["cu_seqlens_k"].tolist() == [0, 2, 2, 5, 9]
 
 
 @pytest.mark.parametrize("empty_lse", [INF, -INF])
 def test_fa4(monkeypatch: pytest.MonkeyPatch, empty_lse: float) -> None:
     inputs, plan = case()
     library = Library(plan, base=math.e, heads_first=True, empty_lse=empty_lse)
-    install(monkeypatch, "flash_attn.cute", flash_attn_varlen_func=library.flash_attn_varlen_func)
-    check(attend_by("fa4", inputs, plan), inputs, plan)
-    assert (
-        library.keywords.items() >= {"max_seqlen_q": 5, "max_seqlen_k": 4, "causal": True, "return_lse": True}.items()
-    )
+    install(monkeypatch, "flash_attn.cute", flash_attn_varlen_func=library.flash_attention_4)
+    check_state(attend_by("fa4", inputs, plan), inputs, plan)
+    assert library.keywords.items() >= {"max_seqlen_q": 5, "max_seqlen_k": 4, "causal": True}.items()
+    assert library.keywords["cu_seqlens_k"].dtype == torch.int32
 
 
 @pytest.mark.parametrize("empty_lse", [-5e4, -5e4 * math.log2(math.e), -INF])
@@ -123,10 +127,17 @@ def test_flashinfer(monkeypatch: pytest.MonkeyPatch, empty_lse: float) -> None:
     inputs, plan = case()
     library = Library(plan, base=2.0, heads_first=False, empty_lse=empty_lse)
     install(monkeypatch, "flashinfer", BatchPrefillWithRaggedKVCacheWrapper=library.wrapper)
-    check(attend_by("flashinfer", inputs, plan), inputs, plan)
-    assert library.planned[2:] == (4, 2, 64)
-    assert library.planned[0].tolist() == [0, 5, 8, 10]
-    assert library.keywords == {"head_dim_vo": 64, "causal": True, "q_data_type": torch.float16}
+    check_state(attend_by("flashinfer", inputs, plan), inputs, plan)
+    assert library.keywords.pop("qo_indptr").tolist() == [0, 5, 8, 8, 10]
+    assert library.keywords.pop("kv_indptr").tolist() == [0, 2, 2, 5, 9]
+    assert library.keywords == {
+        "num_qo_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim_qk": 64,
+        "head_dim_vo": 64,
+        "causal": True,
+        "q_data_type": torch.float16,
+    }
 
 
 def test_a_wrong_infinity_in_a_row_with_keys_stays_visible(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,9 +173,32 @@ def test_what_the_libraries_would_compute_wrongly_is_refused(monkeypatch: pytest
     for scale in (0.0, -0.3):
         with pytest.raises(NotImplementedError, match="needs a positive softmax_scale"):
             attend_by(adapter, (q, k, v), plan, scale)
-    shifted = torch.zeros(6, 2, 65, dtype=torch.float16)[..., 1:]
+    shifted = torch.zeros(9, 2, 65, dtype=torch.float16)[..., 1:]
     with pytest.raises(NotImplementedError, match="v must start at a multiple of 16 bytes"):
         attend_by(adapter, (q, k, shifted), plan)
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_a_library_that_is_broken_says_how(monkeypatch: pytest.MonkeyPatch, adapter: str) -> None:
+    hide(monkeypatch, "vllm")
+    for home in ("flash_attn_interface", "flash_attn.cute", "flashinfer"):
+        # an older release, without what is asked for
+        install(monkeypatch, home)
+    pretend_gpu(monkeypatch)
+    shape = replace(case()[1].shape, device=torch.device("cuda:0"))
+    assert "AttributeError: module" in str(ADAPTERS[adapter].refusal(shape, False, (3,), (5,)))
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("tokens", [(3, 0), (0, 3), (0, 0)])
+def test_a_library_is_not_called_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, adapter: str, tokens: tuple[int, int]
+) -> None:
+    for home in ("flash_attn_interface", "flash_attn.cute"):
+        install(monkeypatch, home, flash_attn_varlen_func=never_called)
+    install(monkeypatch, "flashinfer", BatchPrefillWithRaggedKVCacheWrapper=never_called)
+    inputs, plan = nothing(tokens)
+    check_nothing(attend_by(adapter, inputs, plan), tokens[0])
 
 
 def test_a_plan_of_another_provider_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,10 +234,9 @@ def test_what_each_library_serves(
     dims: tuple[int, int],
     reason: str | None,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    pretend_gpu(monkeypatch, capability)
     for home in ("flash_attn_interface", "flash_attn.cute", "flashinfer"):
-        install(monkeypatch, home, flash_attn_varlen_func=None)
+        install(monkeypatch, home, flash_attn_varlen_func=None, BatchPrefillWithRaggedKVCacheWrapper=None)
     shape = replace(case()[1].shape, device=torch.device("cuda:0"), head_dim_qk=dims[0], head_dim_v=dims[1])
     refusal = ADAPTERS[adapter].refusal(shape, False, (3,), (5,))
     assert refusal is None if reason is None else reason in str(refusal)
@@ -211,8 +244,7 @@ def test_what_each_library_serves(
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_only_16_bit_inputs_are_served(monkeypatch: pytest.MonkeyPatch, adapter: str) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    pretend_gpu(monkeypatch)
     shape = replace(case()[1].shape, device=torch.device("cuda:0"), dtype=torch.float32)
     refusal = ADAPTERS[adapter].refusal(shape, False, (3,), (5,))
     assert "serves bfloat16 and float16, got torch.float32" in str(refusal)

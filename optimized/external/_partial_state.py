@@ -4,9 +4,10 @@ The convention: ``out`` normalised, ``lse`` ``[T, H]`` float32 (float64 for floa
 in a row without keys.
 """
 
+import importlib
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +30,25 @@ class Prepared:
 
     empty: Tensor | None
     wrapper: object = None
+
+
+def find(module: str, name: str | None = None) -> Any:
+    """A module of a library or what it calls ``name``, or a text that says why it cannot be had.
+
+    An import runs the library's own code, which raises whatever it likes where a part of it is missing: the compiler
+    behind FlashAttention 4 raises RuntimeError.
+    """
+    try:
+        found = importlib.import_module(module)
+        return found if name is None else getattr(found, name)
+    except Exception as error:
+        return f"{module}: {type(error).__name__}: {error}"
+
+
+def empty_state(q: Tensor, head_dim_v: int) -> tuple[Tensor, Tensor]:
+    """The state of queries none of which sees a key; some libraries fail on tensors without elements."""
+    out = q.new_zeros(*q.shape[:2], head_dim_v)
+    return out, torch.full(q.shape[:2], float("-inf"), dtype=accumulation_dtype(q.dtype), device=q.device)
 
 
 def empty_rows(plan: "AttentionPlan") -> Tensor | None:

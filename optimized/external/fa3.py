@@ -7,13 +7,21 @@ last key, and write ``+inf`` or ``-inf`` in rows without keys. Not yet run on a 
 convention is tested against a stand-in.
 """
 
-import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ._partial_state import Prepared, canonical_state, check_call, empty_rows, library_refusal, prepared_of
+from ._partial_state import (
+    Prepared,
+    canonical_state,
+    check_call,
+    empty_rows,
+    empty_state,
+    find,
+    library_refusal,
+    prepared_of,
+)
 
 if TYPE_CHECKING:
     from ..attention import AttentionPlan, AttentionShape
@@ -55,6 +63,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, plan: "Attenti
     found = _find()
     if isinstance(found, str):
         raise NotImplementedError(found)
+    prepared = prepared_of(plan)
+    if plan.num_queries == 0 or plan.num_keys == 0:
+        return empty_state(q, v.shape[-1])
     function, keywords = found
     out, lse = function(
         q=q,
@@ -69,15 +80,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, plan: "Attenti
         num_splits=1,
         **keywords,
     )
-    return canonical_state(out, lse, base="e", layout="HT", empty=prepared_of(plan).empty)
+    return canonical_state(out, lse, base="e", layout="HT", empty=prepared.empty)
 
 
 def _find() -> tuple[Callable[..., tuple[Tensor, Tensor]], dict[str, Any]] | str:
     """The library's function and its keywords from the first home that can be imported, or why none can."""
     failures = []
     for home, keywords in _HOMES.items():
-        try:
-            return importlib.import_module(home).flash_attn_varlen_func, keywords
-        except (ImportError, OSError) as error:
-            failures.append(f"{home}: {error}")
+        function = find(home, "flash_attn_varlen_func")
+        if not isinstance(function, str):
+            return function, keywords
+        failures.append(function)
     return f"FlashAttention 3 is not importable ({'; '.join(failures)})"

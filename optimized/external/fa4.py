@@ -1,18 +1,28 @@
 """FlashAttention 4 (CuTe DSL) as an attention provider.
 
-Written against ``flash_attn.cute`` of the distribution ``flash-attn-4`` 4.0.0b36. ``lse`` is ``[H, T]`` in natural log,
-the causal mask is aligned to the last key, and a row without keys is ``(0, -inf)``. Kernels are compiled on first call.
-Not yet run on a GPU by this project; the change of convention is tested against a stand-in.
+Written against ``flash_attn.cute`` of the distribution ``flash-attn-4`` 4.0.0b36, whose sources were read for every
+statement here. ``lse`` is ``[H, T]`` in natural log, the causal mask is aligned to the last key, and a row without keys
+is ``(0, -inf)``; a row whose sum is NaN has that ``lse`` too. On compute capability 9.x both head sizes may be any
+multiple of 8 up to 256. The import needs the compiler, ``nvidia-cutlass-dsl`` with the libraries of one CUDA version,
+and ``quack-kernels``. Kernels are compiled on first call, in seconds; for sm_90a that was done with this call at the
+head sizes of models. Not yet run on a GPU by this project; the change of convention is tested against a stand-in.
 """
 
-import importlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ._partial_state import Prepared, canonical_state, check_call, empty_rows, library_refusal, prepared_of
+from ._partial_state import (
+    Prepared,
+    canonical_state,
+    check_call,
+    empty_rows,
+    empty_state,
+    find,
+    library_refusal,
+    prepared_of,
+)
 
 if TYPE_CHECKING:
     from ..attention import AttentionPlan, AttentionShape
@@ -48,6 +58,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, plan: "Attenti
     found = _find()
     if isinstance(found, str):
         raise NotImplementedError(found)
+    prepared = prepared_of(plan)
+    if plan.num_queries == 0 or plan.num_keys == 0:
+        return empty_state(q, v.shape[-1])
     out, lse = found(
         q,
         k,
@@ -60,15 +73,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, plan: "Attenti
         causal=plan.causal,
         return_lse=True,
     )
-    return canonical_state(out, lse, base="e", layout="HT", empty=prepared_of(plan).empty)
+    return canonical_state(out, lse, base="e", layout="HT", empty=prepared.empty)
 
 
-def _find() -> Callable[..., tuple[Tensor, Tensor]] | str:
+def _find() -> Any:
     """The library's function, or why it cannot be imported."""
-    try:
-        function: Callable[..., tuple[Tensor, Tensor]] = importlib.import_module(
-            "flash_attn.cute"
-        ).flash_attn_varlen_func
-    except (ImportError, OSError) as error:
-        return f"FlashAttention 4 is not importable (flash_attn.cute: {error})"
-    return function
+    found = find("flash_attn.cute", "flash_attn_varlen_func")
+    return f"FlashAttention 4 is not importable ({found})" if isinstance(found, str) else found

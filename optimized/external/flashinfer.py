@@ -1,22 +1,32 @@
 """FlashInfer's ragged prefill as an attention provider.
 
-Written against ``BatchPrefillWithRaggedKVCacheWrapper`` of the distribution ``flashinfer-python`` 0.6.18.post1. ``lse``
-is ``[T, H]`` in base 2; the causal mask is aligned to the last key; rows without keys have held a finite sentinel
-(flashinfer-ai/flashinfer#4452), and rows whose logits all lie below -5e4 came out as zeros (#4451). Its ``plan`` is
-work of the host and runs once a plan here. The scale is known only at the call, and ``forward_return_lse``, marked
-deprecated, is the one method that takes it there. Not yet run on a GPU by this project; the change of convention is
-tested against a stand-in. Two calls at once on different streams would share a workspace and must not be made.
+Written against ``BatchPrefillWithRaggedKVCacheWrapper`` of the distribution ``flashinfer-python``, 0.6.13 and
+0.6.18.post1, whose sources were read for every statement here. ``lse`` is ``[T, H]`` in base 2; the causal mask is
+aligned to the last key; rows without keys have held a finite sentinel (flashinfer-ai/flashinfer#4452), and rows whose
+logits all lie below -5e4 came out as zeros (#4451). Its ``plan`` is work of the host and runs once a plan here; the
+first for a dtype and head sizes compiles with ninja and nvcc, for minutes. On compute capability 9.x it takes the
+FlashAttention 3 template, elsewhere that of FlashAttention 2. The scale is known only at the call, and
+``forward_return_lse``, marked deprecated, is the one method that takes it there. The import needs ``apache-tvm-ffi``,
+but neither a CuTe nor a tile compiler. Not yet run on a GPU by this project; the change of convention is tested against
+a stand-in. Two calls at once on different streams would share a workspace and must not be made.
 """
 
 import functools
-import importlib
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from ._partial_state import Prepared, canonical_state, check_call, empty_rows, library_refusal, prepared_of
+from ._partial_state import (
+    Prepared,
+    canonical_state,
+    check_call,
+    empty_rows,
+    empty_state,
+    find,
+    library_refusal,
+    prepared_of,
+)
 
 if TYPE_CHECKING:
     from ..attention import AttentionPlan, AttentionShape
@@ -48,7 +58,9 @@ def prepare(plan: "AttentionPlan") -> Prepared:
     if isinstance(found, str):
         raise NotImplementedError(found)
     shape = plan.shape
-    wrapper = found.BatchPrefillWithRaggedKVCacheWrapper(_workspace(plan.cu_seqlens_q.device), "NHD")
+    if plan.num_queries == 0 or plan.num_keys == 0:
+        return Prepared(empty=empty_rows(plan))
+    wrapper = found(_workspace(plan.cu_seqlens_q.device), "NHD")
     wrapper.plan(
         plan.cu_seqlens_q,
         plan.cu_seqlens_k,
@@ -70,6 +82,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, plan: "Attenti
     """
     check_call(q, k, v, softmax_scale, library="FlashInfer")
     prepared = prepared_of(plan)
+    if plan.num_queries == 0 or plan.num_keys == 0:
+        # its copy engine has no descriptor for a tensor without elements
+        return empty_state(q, v.shape[-1])
     wrapper = cast(Any, prepared.wrapper)
     out, lse = wrapper.forward_return_lse(q, k, v, causal=plan.causal, sm_scale=softmax_scale)
     return canonical_state(out, lse, base="2", layout="TH", empty=prepared.empty)
@@ -81,9 +96,7 @@ def _workspace(device: torch.device) -> Tensor:
     return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
-def _find() -> ModuleType | str:
-    """The library, or why it cannot be imported."""
-    try:
-        return importlib.import_module("flashinfer")
-    except (ImportError, OSError) as error:
-        return f"FlashInfer is not importable ({error})"
+def _find() -> Any:
+    """The wrapper's class, or why it cannot be imported."""
+    found = find("flashinfer", "BatchPrefillWithRaggedKVCacheWrapper")
+    return f"FlashInfer is not importable ({found})" if isinstance(found, str) else found
