@@ -1,7 +1,5 @@
 """What there is on this machine, as plain data: versions, devices, compilers, libraries, interpreter behaviour."""
 
-import importlib.machinery
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -11,18 +9,14 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-# import name -> distributions that may hold it
+from .peers import LIBRARIES, distribution, is_importable
+
+# import name -> distributions that may hold it; torch itself has a line of its own
 PROVIDERS: dict[str, tuple[str, ...]] = {
-    "flash_attn_interface": ("flash-attn-3", "flash_attn_3", "flashattn-hopper"),
-    # FlashAttention 2 and 3 as vLLM bundles them
-    "vllm.vllm_flash_attn": ("vllm",),
-    "flash_attn.cute": ("flash-attn-4", "flash-attn"),
-    "flashinfer": ("flashinfer-python",),
-    "flash_mla": ("flash-mla",),
-    "flash_kda": ("flash-kda",),
-    "fla": ("flash-linear-attention",),
-    "cudnn": ("nvidia-cudnn-frontend",),
-    "torch.nn.attention.flex_attention": ("torch",),
+    module: distributions
+    for library in LIBRARIES
+    for module, distributions in library.homes.items()
+    if module != "torch"
 }
 # those that can also be judged without a CUDA device
 ON_CPU = ("torch.nn.attention.flex_attention",)
@@ -132,18 +126,6 @@ def installed_providers() -> dict[str, str]:
     return {name: _distribution_version(PROVIDERS[name]) for name in PROVIDERS if is_importable(name)}
 
 
-def is_importable(name: str) -> bool:
-    """Whether ``import name`` would find a module, without importing it or, for ``a.b``, its parent ``a``."""
-    top, *parts = name.split(".")
-    spec = importlib.util.find_spec(top)
-    for part in parts:
-        # find_spec("a.b") would import a, which loads compiled extensions
-        if spec is None or spec.submodule_search_locations is None:
-            return False
-        spec = importlib.machinery.PathFinder.find_spec(part, list(spec.submodule_search_locations))
-    return spec is not None
-
-
 def tool_version(path: str | Path) -> str | None:
     """Version that a CUDA tool such as ptxas prints, such as ``13.0.88``; None if it does not run."""
     found = re.search(r"\bV(\d+\.\d+\.\d+)", _output_of(str(path), "--version"))
@@ -158,12 +140,7 @@ def _imported_version(name: str) -> str | None:
 
 
 def _distribution_version(distributions: tuple[str, ...]) -> str:
-    for distribution in distributions:
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "unknown"
+    return distribution(distributions)[1] or "unknown"
 
 
 def _interpreted() -> bool:

@@ -1,29 +1,24 @@
 """Which attention providers this machine can judge, and why not the others."""
 
-import importlib.util
-from pathlib import Path
-
 import torch
 
 from ..optimized.attention import AttentionShape, find_provider
+from .peers import LIBRARIES
 
 # a tile of the interpreted Triton kernel takes tens of milliseconds
 INTERPRETED_TILES = 400
 INTERPRETED_TILE = 64
 
-_LIBRARIES = {
-    "fa3": ("flash_attn_interface", "vllm"),
-    "fa4": ("flash_attn.cute",),
-    "flashinfer": ("flashinfer",),
-}
-# part of torch, so always found, but no kernel of the house
-BY_NAME = ("flex",)
+_HOUSE = ("torch", "sdpa", "triton")
+_OTHERS = [library for library in LIBRARIES if library.provider not in (*_HOUSE, None)]
+# part of torch, so always found, but no kernels of the house
+BY_NAME = tuple(str(library.provider) for library in _OTHERS if library.needs_naming)
 
 
 def available_providers() -> list[str]:
     """The providers of the house, then those of libraries that can be found here; none is imported."""
-    found = [name for name, modules in _LIBRARIES.items() if any(_findable(module) for module in modules)]
-    return ["torch", "sdpa", "triton", *found]
+    found = [library for library in _OTHERS if not library.needs_naming and library.home() is not None]
+    return [*_HOUSE, *(str(library.provider) for library in found)]
 
 
 def known_providers() -> list[str]:
@@ -53,13 +48,3 @@ def interpreted_tiles_refusal(
     return (
         f"interpreted on the CPU, {tiles} tiles are more than the {INTERPRETED_TILES} that fit the time; needs a device"
     )
-
-
-def _findable(module: str) -> bool:
-    """Whether a module could be imported; only the folder of its package is looked at, nothing is imported."""
-    package, _, rest = module.partition(".")
-    spec = importlib.util.find_spec(package)
-    if spec is None or not rest:
-        return spec is not None
-    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    return any((folder / rest).exists() or (folder / f"{rest}.py").exists() for folder in folders)

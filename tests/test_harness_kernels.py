@@ -1,15 +1,18 @@
 """A kernel is found by any of its names, a stranger's is called with what it takes, and a wrong name says so."""
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from builders import attention_case, mla_case, operation_of
+from rich.console import Console
 
 from assay.harness import operations
 from assay.harness.contract import Contract, default_contract
 from assay.harness.kernels import KernelNotFoundError, find_kernels, wrap_function
+from assay.harness.listing import operations_table
 from assay.harness.operation import Operation
 from assay.harness.plugin import kernel
 
@@ -47,13 +50,25 @@ def test_without_a_name_all_of_the_house_are_meant() -> None:
 def test_some_are_judged_only_when_named(operation: Operation) -> None:
     twin = f"{operation.name}[flex]"
     assert twin not in names(operation, None)
-    for name in ("flex", twin, f"{operation.name}[fl*]"):
+    for name in ("flex", twin, f"{operation.name}[fle*]"):
         assert names(operation, name) == [twin]
 
 
 @pytest.mark.parametrize("name", ["torch", "mla_prefill[torch]", "mla_prefill[to*]", "*[torch]", "*[torc?]"])
 def test_a_provider_a_name_or_a_pattern_leads_to_the_twin(name: str) -> None:
     assert names(MLA, name) == ["mla_prefill[torch]"]
+
+
+@pytest.mark.parametrize("operation", [ATTENTION, MLA])
+def test_the_list_shows_every_kernel_and_marks_those_by_name(operation: Operation) -> None:
+    console = Console(width=400, record=True, file=io.StringIO())
+    console.print(operations_table())
+    text = console.export_text()
+    twins = operation.kernels()
+    assert any(twin.by_name for twin in twins)
+    for twin in twins:
+        assert (f"{twin.name} (by name)" in text) is twin.by_name
+        assert twin.name in text
 
 
 def test_brackets_in_a_pattern_are_part_of_the_name() -> None:
