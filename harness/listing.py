@@ -7,11 +7,13 @@ from rich.table import Table
 
 from . import operations
 from .discovery import GROUPS, plugins
-from .providers import available_providers
 
 
 def operations_table() -> Table:
-    """One line per operation: its oracle, its arguments, the kernels of the house and of libraries found here."""
+    """One line per operation: its oracle, its arguments, the kernels of the house and of libraries found here.
+
+    A kernel that a run of the whole house leaves out is marked as judged by name.
+    """
     table = Table(title="operations", title_justify="left")
     for column in ("operation", "what it is", "arguments of a kernel", "kernels here"):
         table.add_column(column, overflow="fold")
@@ -20,7 +22,9 @@ def operations_table() -> Table:
         oracle = inspect.getdoc(_oracle(name)) or ""
         optional = operation.optional_arguments
         arguments = ", ".join(f"[{item}]" if item in optional else item for item in operation.arguments)
-        kernels = ", ".join(f"{name}[{provider}]" for provider in available_providers())
+        kernels = ", ".join(
+            f"{kernel.name} (by name)" if kernel.by_name else kernel.name for kernel in operation.kernels()
+        )
         table.add_row(name, oracle.partition("\n")[0], arguments.replace("[", r"\["), kernels.replace("[", r"\["))
     return table
 

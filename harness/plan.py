@@ -90,15 +90,15 @@ def _shape_cases(operation: Operation, request: CaseRequest, path: Path) -> list
             raise UsageError(f"{place}: op must be one of {', '.join(known)}, got {table.get('op')!r}")
         if table["op"] == operation.name:
             try:
-                cases += _shape_case(table, request, own_cases)
+                cases += _cases_of_table(table, request, own_cases)
             except ValueError as error:
                 raise UsageError(f"--shapes {path}, table {number}: {error}") from error
     return cases
 
 
-def _shape_case(table: dict[str, Any], request: CaseRequest, own_cases: list[Case]) -> list[Case]:
-    """A table as a case of each dtype."""
+def _cases_of_table(table: dict[str, Any], request: CaseRequest, own_cases: list[Case]) -> list[Case]:
+    """One of each dtype."""
     family = checked_family(table.get("family", "diffuse"), own_cases)
     sizes = checked_sizes({name: table[name] for name in table if name not in ("op", "family")}, own_cases)
-    op = own_cases[0].op
+    op = str(table["op"])
     return [Case(op=op, family=family, dtype=dtype, seed=request.seed, sizes=sizes) for dtype in request.dtypes]
