@@ -143,6 +143,67 @@ def check(
 
 
 @app.command()
+def bench(
+    ops: Annotated[list[str] | None, typer.Argument(help="Operations to time; all if none is named.")] = None,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Time the kernels of other authors that are here, too.")
+    ] = False,
+    kernel: Annotated[
+        list[str] | None, typer.Option(help="Also time this kernel, as assay check names it; repeatable.")
+    ] = None,
+    shapes: Annotated[Path | None, typer.Option(help="TOML file of shapes instead of the packaged ones.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="Only the shape of this name; repeatable.")] = None,
+    sweep: Annotated[
+        Path | None, typer.Option(help="TOML file of grids around shapes; their points are timed.")
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="File of accepted ratios, or the word committed for those of this GPU.")
+    ] = None,
+    accept: Annotated[
+        bool, typer.Option("--accept", help="Write this run's ratios to the file of --against, or of this GPU.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for the record and the page with the roofline.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cuda or cuda:N.")] = "auto",
+    seed: Annotated[int, typer.Option(min=0, help="Of the contents and of the runs whose answers are checked.")] = 0,
+    rounds: Annotated[int, typer.Option(min=2, help="Of two runs of every kernel each, at least.")] = 20,
+    max_seconds: Annotated[float | None, typer.Option(min=0, help="Start no shape that would end later.")] = None,
+) -> None:
+    """Time kernels that the judge passes, ours and the peers' interleaved, against this run's own ceilings.
+
+    Exit codes: 0 all timed and no ratio worse than committed, 1 a verdict failed or a ratio regressed, 2 usage, 3
+    nothing timed or nothing to compare with, 4 ratios of another GPU, 6 stopped before the end by --max-seconds, 7
+    harness error, 130 interrupted.
+    """
+    with _starting(device=device):
+        from .bench.command import BenchOptions, run_bench
+        from .plan import UsageError
+
+    options = BenchOptions(
+        ops=tuple(ops or ()),
+        kernels=tuple(kernel or ()),
+        peers=peers,
+        shapes=shapes,
+        shape=tuple(shape or ()),
+        sweep=sweep,
+        against=against,
+        accept=accept,
+        out=out,
+        device=device,
+        seed=seed,
+        rounds=rounds,
+        max_seconds=max_seconds,
+    )
+    try:
+        code = run_bench(options, console)
+    except UsageError as error:
+        _usage(str(error))
+    except KeyboardInterrupt:
+        errors.print("interrupted; the record holds the shapes that were finished")
+        raise typer.Exit(130) from None
+    raise typer.Exit(code)
+
+
+@app.command()
 def mutate(
     ops: Annotated[list[str] | None, typer.Argument(help="Operations; all if none is named.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",

@@ -1,0 +1,107 @@
+"""The timed part: rounds in which an anchor and every kernel run from a cold cache, forwards and backwards."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from .clock import Clock, Tick, time_once
+from .schedule import Content, Schedule
+
+# a round in which the anchor was off by more was not like the others
+ANCHOR_DRIFT = 0.03
+
+
+class Lane(Protocol):
+    """What is timed; ``timed.TimedKernel`` is one."""
+
+    name: str
+
+    def stage(self, content: Content, *, poison: bool) -> None:
+        """Put the inputs in place, outside of the timed region."""
+        ...
+
+    def call(self, content: Content) -> object:
+        """Run once; return the results."""
+        ...
+
+    def finding(self, content: Content, results: Any) -> Any:
+        """What is wrong with the results, or None."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What the rounds gave.
+
+    Attributes:
+        ticks: By lane, ``2 * rounds``.
+        anchor: One tick a round.
+        findings: By lane, the first thing that was wrong with a result.
+        kept: Rounds in which the anchor was like in the others.
+    """
+
+    ticks: Mapping[str, tuple[Tick, ...]]
+    anchor: tuple[Tick, ...]
+    findings: Mapping[str, Any]
+    kept: tuple[int, ...]
+
+    def samples(self, name: str) -> list[float]:
+        """Milliseconds of each run of the kept rounds."""
+        return [self.ticks[name][at].ms for kept in self.kept for at in (2 * kept, 2 * kept + 1)]
+
+    def per_round(self, name: str) -> list[float]:
+        """Mean of the two runs of each kept round, in which a steady drift cancels."""
+        return [(self.ticks[name][2 * at].ms + self.ticks[name][2 * at + 1].ms) / 2 for at in self.kept]
+
+    @property
+    def anchor_ms(self) -> list[float]:
+        """The anchor in the kept rounds."""
+        return [self.anchor[at].ms for at in self.kept]
+
+    def late_ms(self, name: str) -> float:
+        """How much longer than after the anchor the device was busy after a run, in the median."""
+        late = statistics.median(tick.late_ms for tick in self.ticks[name])
+        return late - statistics.median(tick.late_ms for tick in self.anchor)
+
+
+def measure(lanes: Sequence[Lane], schedule: Schedule, clock: Clock, *, anchor: Callable[[], object]) -> Measured:
+    """Run the schedule.
+
+    Args:
+        lanes: With names of their own.
+        schedule: The order, the contents, and the runs whose results are looked at.
+        clock: Of the machine.
+        anchor: Always the same work, timed once a round: it shows whether the machine was itself.
+    """
+    ticks: dict[str, list[Tick]] = {lane.name: [] for lane in lanes}
+    if len(ticks) != len(lanes):
+        raise ValueError(f"lanes must have names of their own, got {', '.join(lane.name for lane in lanes)}")
+    anchors: list[Tick] = []
+    findings: dict[str, Any] = {}
+    for iteration in range(schedule.iterations):
+        if iteration % 2 == 0:
+            anchors.append(time_once(anchor, clock)[0])
+        content, checked = schedule.content(iteration), iteration in schedule.checked
+        for lane in schedule.order(lanes, iteration):
+            lane.stage(content, poison=checked)
+            tick, results = time_once(partial(lane.call, content), clock)
+            ticks[lane.name].append(tick)
+            if checked and lane.name not in findings:
+                found = lane.finding(content, results)
+                if found is not None:
+                    findings[lane.name] = found
+    return Measured(
+        ticks={name: tuple(of) for name, of in ticks.items()},
+        anchor=tuple(anchors),
+        findings=findings,
+        kept=_kept([tick.ms for tick in anchors]),
+    )
+
+
+def _kept(anchors: Sequence[float]) -> tuple[int, ...]:
+    """Rounds whose anchor was near the median; all of them if fewer than half were, for then no round is the rule."""
+    median = statistics.median(anchors)
+    near = tuple(at for at, ms in enumerate(anchors) if abs(ms - median) <= ANCHOR_DRIFT * median)
+    return near if 2 * len(near) >= len(anchors) and len(near) >= 2 else tuple(range(len(anchors)))
