@@ -15,7 +15,6 @@ strongest. The sink mass of a head is its mean weight on the first token over th
 """
 
 import hashlib
-import importlib
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from ..reference.attention import masked_logits, softmax_with_lse
 from ..reference.mla_prefill import expand_latent, mla_prefill
+from .extras import require
 from .mla_conversion import GqaWeights, MlaWeights, convert_to_mla, gqa_inputs, mla_inputs
 
 # raised whenever the same model and text would give another file
@@ -52,19 +52,6 @@ class Recording:
     hidden: list[Tensor]
     attended: list[Tensor]
     logits: Tensor
-
-
-def require(module: str, *, extra: str) -> Any:
-    """Import an optional module.
-
-    Raises:
-        ModuleNotFoundError: If it is not installed, naming the extra that brings it.
-    """
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        message = f"{module} must be installed for this command: pip install 'kernel-assay[{extra}]'"
-        raise ModuleNotFoundError(message, name=module) from error
 
 
 def load_model(path: Path) -> tuple[Any, Any]:
