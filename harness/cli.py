@@ -1,11 +1,5 @@
 """The command line. Nothing heavy is imported until a command runs, so that help is instant."""
 
-import ctypes
-import os
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -14,6 +8,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
+
+from .startup import starting
 
 GROUP = "assay.commands"
 
@@ -48,7 +44,7 @@ app = typer.Typer(
 @app.command("list")
 def list_operations() -> None:
     """Show the operations, their oracles and the kernels that this machine can import."""
-    with _starting(device="cpu"):
+    with starting(device="cpu"):
         from .listing import operations_table, plugins_table
 
     console.print(operations_table())
@@ -60,7 +56,7 @@ def list_operations() -> None:
 @app.command()
 def doctor() -> None:
     """Say what this machine can judge, and why not the rest."""
-    with _starting(device="auto"):
+    with starting(device="auto"):
         from .doctor import diagnose, render
 
     console.print(render(diagnose()))
@@ -82,6 +78,9 @@ def check(
     shapes: Annotated[Path | None, typer.Option(help="TOML file of cases to judge instead of the tier's.")] = None,
     case: Annotated[str | None, typer.Option(help="Judge this one case: its id, or the end of it.")] = None,
     family: Annotated[str | None, typer.Option(help="Judge this family only.")] = None,
+    shard: Annotated[
+        str | None, typer.Option(help="i/n: judge every n-th case from the i-th on; assay report merges the runs.")
+    ] = None,
     list_cases: Annotated[bool, typer.Option("--list-cases", help="Show the plan and stop.")] = False,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first failure.")] = False,
     max_seconds: Annotated[float | None, typer.Option(min=0, help="Stop starting cases after this long.")] = None,
@@ -105,11 +104,13 @@ def check(
     Exit codes: 0 all passed, 1 a verdict failed, 2 usage, 3 nothing was judged, 6 stopped before the end by
     --max-seconds, 7 harness error, 130 interrupted.
     """
-    with _starting(device=device):
+    with starting(device=device):
         from .options import CheckOptions
         from .plan import UsageError
         from .session import run_check
 
+    if shard is not None and tier == "nightly" and seed is None:
+        _usage("--seed must be given with --shard in the nightly tier, so that all shards are of one plan, got none")
     options = CheckOptions(
         ops=tuple(ops or ()),
         kernel=kernel,
@@ -122,6 +123,7 @@ def check(
         shapes=shapes,
         case_id=case,
         family=family,
+        shard=shard,
         list_cases=list_cases,
         fail_fast=fail_fast,
         max_seconds=max_seconds,
@@ -174,7 +176,7 @@ def bench(
     nothing timed or nothing to compare with, 4 ratios of another GPU, 6 stopped before the end by --max-seconds, 7
     harness error, 130 interrupted.
     """
-    with _starting(device=device):
+    with starting(device=device):
         from .bench.command import BenchOptions, run_bench
         from .plan import UsageError
 
@@ -218,7 +220,7 @@ def mutate(
 
     Exit codes: 0 all found and none rejected, 1 otherwise, 2 usage, 130 interrupted.
     """
-    with _starting(device=device):
+    with starting(device=device):
         from .mutate_command import MutateOptions, run_mutate
         from .plan import UsageError
 
@@ -246,7 +248,7 @@ def replay(
 
     Exit codes: 0 it passes now, 1 it still fails, 2 usage, 3 not judged here, 7 harness error, 130 interrupted.
     """
-    with _starting(device=device):
+    with starting(device=device):
         from .plan import UsageError
         from .replay_command import run_replay
 
@@ -261,7 +263,7 @@ def replay(
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(help="Folder that assay check --out wrote.")],
+    run: Annotated[list[Path], typer.Argument(help="Folder of a run; several of one plan are merged in --out.")],
     against: Annotated[Path | None, typer.Option(help="Folder of an earlier run of the same plan.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the reports; the run's own if not given.")] = None,
     form: Annotated[
@@ -273,12 +275,12 @@ def report(
     Exit codes: 0 nothing got worse, 1 a verdict failed or regressed, 2 usage, 3 nothing in common, 4 other settings,
     6 judgements of the earlier run are missing.
     """
-    with _starting(device="cpu"):
+    with starting(device="cpu"):
         from .plan import UsageError
         from .report_command import run_report
 
     try:
-        code = run_report(run, against, out, tuple(form or ()), console)
+        code = run_report(run[0], against, out, tuple(form or ()), console, others=run[1:])
     except UsageError as error:
         _usage(str(error))
     raise typer.Exit(code)
@@ -287,50 +289,6 @@ def report(
 def _usage(text: str) -> NoReturn:
     errors.print(f"[bold red]usage:[/] {escape(text)}", highlight=False)
     raise typer.Exit(2)
-
-
-@contextmanager
-def _starting(*, device: str) -> Iterator[None]:
-    """Import what a command needs in this block, in which Ctrl-C ends the process at once.
-
-    There is nothing yet to be left whole, and a library may lose the exception in the C code of its own import.
-    """
-    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not usual or threading.current_thread() is not threading.main_thread():
-        _prepare(device=device)
-        yield
-        return
-    signal.signal(signal.SIGINT, _end_at_once)
-    try:
-        _prepare(device=device)
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _end_at_once(*_: object) -> NoReturn:
-    os.write(2, b"interrupted before anything was judged\n")
-    os._exit(130)
-
-
-def _prepare(*, device: str) -> None:
-    """Choose Triton's interpreter before anything imports triton, where there is no GPU to compile for."""
-    if device == "cpu" or (device == "auto" and not _has_cuda()):
-        os.environ["TRITON_INTERPRET"] = "1"
-        # an interpreted program is many small products, which threads only slow down
-        for library in ("OMP", "OPENBLAS", "MKL"):
-            os.environ.setdefault(f"{library}_NUM_THREADS", "1")
-
-
-def _has_cuda() -> bool:
-    # asked of the driver rather than of torch, which would fix the number of its threads when imported
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from .kernels import is_strange
 from .operation import CaseRequest, Operation
 from .plan import DTYPES, TIERS, UsageError
 from .record import Record
+from .shard import Shard
 
 GEOMETRY_SIZES = {"mla_prefill": ("R", "Dn", "Dr", "Dv"), "attention": ("Dq", "Dv")}
 
@@ -30,6 +31,7 @@ class CheckOptions:
     shapes: Path | None = None
     case_id: str | None = None
     family: str | None = None
+    shard: str | None = None
     list_cases: bool = False
     fail_fast: bool = False
     max_seconds: float | None = None
@@ -43,7 +45,7 @@ class CheckOptions:
     @property
     def whole_tier(self) -> bool:
         """Whether no option leaves cases of the tier out."""
-        narrowed = (self.dtypes, self.geometry, self.heads, self.shapes, self.case_id, self.family)
+        narrowed = (self.dtypes, self.geometry, self.heads, self.shapes, self.case_id, self.family, self.shard)
         return not any(narrowed)
 
 
@@ -65,6 +67,18 @@ def resolve_device(name: str) -> torch.device:
     if device.type != "cuda" or (device.index or 0) >= count:
         raise UsageError(f"--device must be the CPU or one of the {count} CUDA devices here, got {name!r}")
     return torch.device("cuda", device.index or 0)
+
+
+def chosen_shard(options: CheckOptions) -> Shard:
+    """The part of the plan to judge here, all of it unless said otherwise.
+
+    Raises:
+        UsageError: If it is none.
+    """
+    try:
+        return Shard.parse(options.shard or "1/1")
+    except ValueError as error:
+        raise UsageError(f"--shard: {error}") from error
 
 
 def chosen_operations(options: CheckOptions) -> list[Operation]:

@@ -1,5 +1,6 @@
 """``assay report``: a run in the terminal and in files, alone or against an earlier one."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -7,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .compare_runs import Comparison, compare_runs
+from .merge_runs import merge_runs, write_merged
 from .plan import UsageError
 from .record import ExitCode
 from .report import print_run
@@ -19,7 +21,15 @@ FORMATS = {"html": "report.html", "markdown": "report.md", "junit": "junit.xml"}
 MOST_LINES = 20
 
 
-def run_report(run: Path, against: Path | None, out: Path | None, formats: tuple[str, ...], console: Console) -> int:
+def run_report(
+    run: Path,
+    against: Path | None,
+    out: Path | None,
+    formats: tuple[str, ...],
+    console: Console,
+    *,
+    others: Sequence[Path] = (),
+) -> int:
     """Show a run and write its reports; return the exit code.
 
     Args:
@@ -28,6 +38,7 @@ def run_report(run: Path, against: Path | None, out: Path | None, formats: tuple
         out: Folder for the reports; None for the run's own.
         formats: Some of ``FORMATS``; all if empty.
         console: For the summary.
+        others: Further runs of the same plan, which are merged with the first into one in ``out``.
 
     Returns:
         0 without an earlier run; else that of the comparison, see ``compare_runs.Comparison``.
@@ -40,7 +51,7 @@ def run_report(run: Path, against: Path | None, out: Path | None, formats: tuple
         raise UsageError(f"--format must be one of {', '.join(FORMATS)}, got {unknown[0]!r}")
     chosen = tuple(dict.fromkeys(formats)) or tuple(FORMATS)
     try:
-        here = read_run(run, rows="html" in chosen)
+        here = _merged([run, *others], out) if others else read_run(run, rows="html" in chosen)
         comparison = None if against is None else compare_runs(here, read_run(against, rows=False))
     except ValueError as error:
         raise UsageError(str(error)) from error
@@ -52,6 +63,15 @@ def run_report(run: Path, against: Path | None, out: Path | None, formats: tuple
         (folder / name).write_text(text, encoding="utf-8")
         console.print(f"wrote {folder / name}", highlight=False)
     return ExitCode.PASSED if comparison is None else comparison.exit_code
+
+
+def _merged(paths: Sequence[Path], out: Path | None) -> Run:
+    """Several runs as one, left in ``out`` as a run of its own."""
+    if out is None or out.resolve() in [path.resolve() for path in paths]:
+        raise UsageError(f"--out must be a folder of its own for the merged run, got {out or 'none'}")
+    merged = merge_runs([read_run(path) for path in paths], out)
+    write_merged(merged)
+    return merged
 
 
 def _text(form: str, run: Run, comparison: Comparison | None) -> str:

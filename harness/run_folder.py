@@ -8,6 +8,7 @@ from typing import Any
 
 from .kill_table import KillTable, read_kill_tables
 from .record import GateResult, Location, Record, RowErrors, Verdict
+from .shard import Shard
 
 RECORDS, KILL_MATRIX = "records.jsonl", "kill_matrix.json"
 NOT_JUDGED = frozenset({Verdict.UNSUPPORTED, Verdict.INVALID_CASE})
@@ -81,7 +82,7 @@ def read_run(path: Path, *, rows: bool = True) -> Run:
     records = list({(record.op, record.kernel, record.case["id"]): record for record in records}.values())
     if unknown:
         notes.append(f"Written by another version: fields {', '.join(sorted(unknown))} were left out.")
-    notes += _unfinished(header, records)
+    notes += unfinished(header, records)
     matrix = path / KILL_MATRIX
     tables = read_kill_tables(matrix) if matrix.is_file() else ()
     return Run(folder=path, header=header, records=tuple(records), kill_tables=tables, notes=tuple(notes))
@@ -103,11 +104,13 @@ def _header(line: str, file: Path) -> dict[str, Any]:
     return header
 
 
-def _unfinished(header: dict[str, Any], records: list[Record]) -> list[str]:
+def unfinished(header: dict[str, Any], records: list[Record]) -> list[str]:
     """Cases that were planned and not started, for any kernel and for one that came after another."""
     notes = []
     seen = {record.case["id"]: record.op for record in records}
     planned = header.get("cases")
+    if isinstance(planned, int) and isinstance(header.get("shard"), str):
+        planned = len(Shard.parse(header["shard"]).of(range(planned)))
     if isinstance(planned, int) and planned > len(seen):
         notes.append(f"{planned - len(seen)} of {planned} planned cases were not started.")
     done: dict[tuple[str, str], set[str]] = {}

@@ -25,7 +25,7 @@ from .failures import Candidate, FailureKeeper
 from .jobs import default_jobs, side_by_side
 from .kernels import KernelNotFoundError, find_kernels, is_strange
 from .operation import Kernel, Operation
-from .options import CheckOptions, case_request, chosen_operations, command_of, resolve_device
+from .options import CheckOptions, case_request, chosen_operations, chosen_shard, command_of, resolve_device
 from .plan import Selection, UsageError, describe, plan_cases
 from .record import ExitCode, Record, Verdict, open_records
 from .report import case_table, failure_lines, print_run
@@ -43,19 +43,23 @@ def run_check(options: CheckOptions, console: Console) -> int:
     Raises:
         UsageError: If the options cannot be served.
     """
-    chosen, device = chosen_operations(options), resolve_device(options.device)
+    chosen, device, shard = chosen_operations(options), resolve_device(options.device), chosen_shard(options)
     request, waivers = case_request(options, chosen), _waivers(options.waivers)
     selection = Selection(case_id=options.case_id, family=options.family, shapes=options.shapes, plugin=options.cases)
     # the plan is frozen and its digest printed before a kernel's code is imported
-    cases = plan_cases(chosen, request, selection)
-    console.print(f"seed {options.seed}, {describe(cases)}, {_device_text(device)}", highlight=False)
+    plan = plan_cases(chosen, request, selection)
+    cases = shard.of(plan)
+    part = "" if options.shard is None else f", shard {shard}: {len(cases)} cases"
+    console.print(f"seed {options.seed}, {describe(plan)}{part}, {_device_text(device)}", highlight=False)
+    if not cases:
+        raise UsageError(f"--shard must leave at least one of {len(plan)} cases, got {shard}")
     if options.list_cases:
         console.print(case_table(cases))
         return ExitCode.PASSED
     with ExitStack() as stack:
         work = _work(chosen, cases, options, device, stack)
         try:
-            writer = stack.enter_context(open_records(options.out, _header(options, cases, device)))
+            writer = stack.enter_context(open_records(options.out, _header(options, plan, device)))
         except OSError as error:
             raise UsageError(f"--out must be a folder that can be written, got {options.out}: {error}") from error
         session = _Session(options, waivers, device, console, writer.write)
@@ -66,7 +70,9 @@ def run_check(options: CheckOptions, console: Console) -> int:
             text = "a process that judged our own kernels died, so its case has no verdict; --jobs 1 shows which"
             console.print(text, style="red", soft_wrap=True)
             return ExitCode.HARNESS_ERROR
-        session.name_downgrades(work)
+        # a downgrade is named over all cases of a plan
+        if shard.count == 1:
+            session.name_downgrades(work)
     print_run(console, session.records, title=f"assay check, tier {options.tier}")
     left = len(work) - len(session.records)
     if left:
@@ -228,6 +234,7 @@ def _header(options: CheckOptions, cases: list[Case], device: torch.device) -> d
         "kernel": options.kernel,
         "plan": plan_digest(cases),
         "cases": len(cases),
+        **({} if options.shard is None else {"shard": options.shard}),
         "device": _device_text(device),
         "versions": {
             "python": platform.python_version(),

@@ -102,7 +102,7 @@ def test_ctrl_c_ends_a_run_at_any_moment(moment: str, tmp_path: Path) -> None:
 def test_an_interrupt_that_a_library_swallows_while_it_is_imported_still_counts() -> None:
     code = """
 import os, signal
-from assay.harness import cli
+from assay.harness.startup import starting
 
 def interrupt():
     try:
@@ -111,7 +111,7 @@ def interrupt():
         print("swallowed")
 
 interrupt()
-with cli._starting(device="cpu"):
+with starting(device="cpu"):
     interrupt()
 print("went on")
 """
