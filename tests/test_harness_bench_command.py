@@ -18,7 +18,7 @@ from assay.harness import cli
 from assay.harness.bench import command
 from assay.harness.bench.command import BenchOptions, bench, chosen_shapes
 from assay.harness.bench.gate import read_baseline
-from assay.harness.bench.lineup import PEERS, line_up
+from assay.harness.bench.lineup import line_up, peers_of
 from assay.harness.bench.results import SCHEMA
 from assay.harness.bench.shapes import Shape
 from assay.harness.discovery import load_operation
@@ -59,7 +59,9 @@ def test_a_run_leaves_a_record_and_a_page(run: Bench, tmp_path: Path) -> None:
     assert record["seed"] == 3
     assert record["command"] == "assay bench --seed 3"
     assert record["ceilings"]["gemm_tflops"] == 1000.0
-    assert set(record["peers"]) == set(PEERS)
+    assert [peer["name"] for peer in record["peers"]["attention"]] == [
+        p.name for p in peers_of(["attention"])["attention"]
+    ]
     assert record["versions"]["torch"] is not None
     (shape,) = record["shapes"]
     assert [kernel["kernel"] for kernel in shape["kernels"]] == ["attention[ours]", "attention[peer]"]
@@ -78,7 +80,9 @@ def test_the_terminal_shows_times_ratios_and_what_is_absent(run: Bench) -> None:
     for text in ("1.000", "1.000 - 1.000", "1.200 [1.200, 1.200]"):
         assert text in line
     assert "bf16 GEMM 1000 TFLOP/s, copy 1000.00 TB/s" in run.text
+    assert "peers here: torch SDPA (cuDNN) (torch " in run.text
     assert "absent: " in run.text
+    assert "FlashMLA (no operation yet: sparse_mla)" in run.text
     assert "10 of 10 rounds kept, 2 sets of buffers, a kernel bound twice differs by a factor of 1.000" in run.text
 
 
@@ -124,6 +128,10 @@ def test_a_run_in_which_something_is_wrong_is_not_accepted(run: Bench, tmp_path:
     file = tmp_path / "gpu.json"
     assert run(run.honest("ours", 1.0), wrong, against=str(file), accept=True) == 1
     assert not file.exists()
+    assert "nothing accepted: our kernels must pass, got NUMERIC" in run.text
+    # a peer's fault is not ours: it is reported, and in no ratio
+    assert run(run.honest("ours", 1.0), peers=[wrong], against=str(file), accept=True) == 1
+    assert [one.other for one in read_baseline(file).ratios] == ["bound"]
 
 
 def test_shapes_for_which_no_time_is_left_are_named(run: Bench, tmp_path: Path) -> None:
@@ -152,7 +160,7 @@ def test_ours_come_first_and_peers_only_when_asked() -> None:
     assert [(one.kernel.name, one.role) for one in alone] == [("attention[triton]", "ours")]
     both = {one.kernel.name: one.role for one in line_up(operation, peers=True)}
     assert both["attention[triton]"] == "ours"
-    assert both["attention[sdpa]"] == both["attention[flex]"] == "peer"
+    assert both["attention[sdpa]"] == both["attention[flex]"] == both["attention[flash]"] == "peer"
     assert "attention[torch]" not in both
     named = line_up(operation, named=["torch", "sdpa"], peers=True)
     assert [(one.kernel.name, one.role) for one in named[:2]] == [

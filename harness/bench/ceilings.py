@@ -14,7 +14,8 @@ COPY_BYTES = 2 << 30
 GATHER_TABLES_MIB = (8, 32, 128)
 # 1 KiB rows of bfloat16, as a latent of 512; enough of them that a table's first read from memory is a small part
 ROW_WIDTH, GATHER_QUERIES, GATHER_KEYS = 512, 4096, 512
-SAMPLES = 10
+# a device that idled runs slowly at first
+WARMUP, SAMPLES = 10, 10
 # the fastest measured product is slower than the units: on an H200 zeros ran 14 % faster than random data, and its
 # datasheet's bandwidth is 15 % above a copy's. What is faster than these did not do the work.
 FLOP_SLACK, COPY_SLACK = 1.25, 1.15
@@ -95,6 +96,6 @@ def gather_rate(clock: Clock, device: torch.device, table_bytes: int, *, queries
 
 
 def _median_ms(call: Callable[[], object], clock: Clock) -> float:
-    for _ in range(3):
+    for _ in range(WARMUP):
         call()
     return statistics.median(time_once(call, clock)[0].ms for _ in range(SAMPLES))

@@ -64,6 +64,9 @@ class CudaClock:
         except RuntimeError:
             torch.cuda.synchronize(self._device)
             raise
+        # the first replay moves the graph to the device
+        graph.replay()
+        torch.cuda.synchronize(self._device)
         return graph.replay, results
 
     def peak_bytes(self, run: Callable[[], Any]) -> int:

@@ -16,7 +16,10 @@ ANCHOR_DRIFT = 0.03
 class Lane(Protocol):
     """What is timed; ``timed.TimedKernel`` is one."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Its own."""
+        ...
 
     def stage(self, content: Content, *, poison: bool) -> None:
         """Put the inputs in place, outside of the timed region."""

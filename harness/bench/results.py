@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..peers import Peer
 from ..record import Verdict
 from .lineup import Role
 from .machine import Clocks
@@ -116,7 +117,7 @@ class BenchRun:
     Attributes:
         device: See ``machine.describe_device``.
         versions: See ``machine.versions``.
-        peers: Version of each peer; None for an absent one.
+        peers: By operation every library of other authors, with its version or why it is absent.
         seed: Of contents, of the checked runs, of the resampling.
         command: That gave it.
         ceilings: See ``ceilings.Ceilings``.
@@ -128,7 +129,7 @@ class BenchRun:
 
     device: dict[str, Any]
     versions: dict[str, str | None]
-    peers: dict[str, str | None]
+    peers: dict[str, list[Peer]]
     seed: int
     command: str = ""
     ceilings: dict[str, Any] = field(default_factory=dict)

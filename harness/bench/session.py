@@ -26,6 +26,7 @@ from .verdicts import impossible
 from .work import Work, work_of
 
 AGAIN = " (bound again)"
+ANCHOR_WARMUP = 20
 
 
 class Anchor(Protocol):
@@ -135,6 +136,9 @@ def _timed(
     twins = [] if isinstance(again, Finding) else [again]
     setting.say(f"{shape.name}: timing {len(lanes)} kernels, {schedule.rounds} rounds, a ring of {schedule.ring}")
     clocks = [setting.read_clocks()]
+    # reading them left the device idle, and an idle one runs slowly at first
+    for _ in range(ANCHOR_WARMUP):
+        setting.anchor()
     with counted_compilations() as compilations:
         measured = measure([*lanes, *twins], schedule, setting.clock, anchor=setting.anchor)
     clocks.append(setting.read_clocks())

@@ -8,7 +8,6 @@ from rich.text import Text
 
 from ..record import Verdict
 from .gate import Line
-from .lineup import PEERS
 from .results import BenchRun, KernelResult, ShapeResult
 
 WIDTH = 140
@@ -38,10 +37,11 @@ def ceilings_text(run: BenchRun) -> str:
 
 
 def peers_text(run: BenchRun) -> str:
-    """Which peers there are, with versions, and which are absent."""
-    there = [f"{PEERS[name].what} ({version})" for name, version in run.peers.items() if version is not None]
-    absent = [PEERS[name].what for name, version in run.peers.items() if version is None]
-    return f"peers installed: {', '.join(there) or 'none'}; absent: {', '.join(absent) or 'none'}"
+    """Which peers there are, with versions, and which are absent and why."""
+    met = [peer for peers in run.peers.values() for peer in peers]
+    there = {peer.name: f"{peer.name} ({peer.package} {peer.version})" for peer in met if peer.kernel is not None}
+    absent = {peer.name: f"{peer.name} ({peer.absent})" for peer in met if peer.name not in there}
+    return f"peers here: {', '.join(there.values()) or 'none'}; absent: {', '.join(absent.values()) or 'none'}"
 
 
 def results_table(shapes: Sequence[ShapeResult]) -> Table:

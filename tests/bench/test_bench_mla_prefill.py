@@ -1,18 +1,52 @@
 """Speed of chunked MLA prefill: the forward on each machine, and on a GPU what chunking costs."""
 
+import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from assay.harness.clock import gemm_tflops, time_interleaved
+pytest.importorskip("scipy", reason="intervals need scipy, of the extra `bench`")
+
+from assay.harness.bench.ceilings import Gemm
+from assay.harness.bench.cuda import CudaClock
+from assay.harness.bench.engine import Measured, measure
+from assay.harness.bench.schedule import Content, Schedule
+from assay.harness.bench.statistics import ratio_interval
 from assay.optimized.attention import AttentionShape, attention, plan_attention
 from assay.optimized.mla_prefill import MlaPrefillPlan, MlaShape, mla_prefill, plan_mla_prefill
 
 DEEPSEEK = MlaShape(num_heads=16, kv_lora_rank=512, d_nope=128, d_rope=64, d_v=128)
 SMALL = MlaShape(num_heads=2, kv_lora_rank=64, d_nope=32, d_rope=16, d_v=32)
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A forward that is timed as it is: one set of buffers, always the same contents."""
+
+    name: str
+    run: Callable[[], Any]
+
+    def stage(self, content: Content, *, poison: bool) -> None:
+        """Nothing changes."""
+
+    def call(self, content: Content) -> object:
+        return self.run()
+
+    def finding(self, content: Content, results: Any) -> None:
+        """Answers are judged elsewhere."""
+
+
+def timed(calls: dict[str, Callable[[], Any]], *, rounds: int = 10) -> tuple[Measured, Gemm]:
+    """Replays of graphs of the calls, interleaved, each from a cold cache, beside a matrix product."""
+    device = torch.device("cuda", 0)
+    clock, anchor = CudaClock(device), Gemm(device)
+    lanes = [Forward(name, clock.capture(run)[0]) for name, run in calls.items()]
+    anchor()
+    return measure(lanes, Schedule(rounds=rounds, ring=1, seed=0), clock, anchor=anchor), anchor
 
 
 def one_request(
@@ -74,19 +108,19 @@ def test_bench_chunking_costs_at_most_a_tenth(benchmark: Any, provider: str) -> 
     sizes: dict[str, Any] = {"queries": 8192, "history": 65536, "provider": provider, "device": "cuda"}
     chunked, plan = one_request(DEEPSEEK, chunk=16384, **sizes)
     whole, whole_plan = one_request(DEEPSEEK, chunk=65536, **sizes)
-    timings = time_interleaved({"chunked": chunked, "whole": whole}, rounds=10)
-    ratio = timings["chunked"].ratio_to(timings["whole"])
-    benchmark.extra_info.update(ratio=ratio, provider=provider, whole_ms=timings["whole"].median)
+    measured, _ = timed({"chunked": chunked, "whole": whole})
+    ratio = ratio_interval(measured.per_round("chunked"), measured.per_round("whole"), seed=0)
+    milliseconds = {name: statistics.median(measured.samples(name)) for name in ("chunked", "whole")}
+    benchmark.extra_info.update(ratio=ratio.value, provider=provider, whole_ms=milliseconds["whole"])
     saved = whole_plan.workspace_bytes - plan.workspace_bytes
     row_bytes = (DEEPSEEK.kv_lora_rank + DEEPSEEK.d_rope) * 2
-    milliseconds = {name: timing.median for name, timing in timings.items()}
     print(
         f"{provider}: W=16384 {milliseconds['chunked']:.3f} ms, whole {milliseconds['whole']:.3f} ms, "
-        f"ratio {ratio:.4f}; workspace {plan.workspace_bytes >> 20} against {whole_plan.workspace_bytes >> 20} MiB, "
+        f"ratio {ratio}; workspace {plan.workspace_bytes >> 20} against {whole_plan.workspace_bytes >> 20} MiB, "
         f"which is {saved // row_bytes} cache tokens of one layer"
     )
     benchmark.pedantic(synchronised(chunked), rounds=5, iterations=1)
-    assert ratio <= 1.10
+    assert ratio.value <= 1.10
 
 
 @pytest.mark.gpu
@@ -112,10 +146,10 @@ def test_bench_history_chunk_reaches_half_of_gemm(benchmark: Any, d_qk: int, d_v
             torch.tensor([0, queries]), torch.tensor([0, keys]), causal=False, shape=shape, provider=provider
         )
         calls[provider] = partial(attention, q, k, v, softmax_scale=d_qk**-0.5, plan=plan)
-    timings = time_interleaved(calls)
-    work = 2 * queries * keys * heads * (d_qk + d_v) / 1e9
-    rates = {name: work / timing.median for name, timing in timings.items()}
-    ceiling = gemm_tflops()
+    measured, anchor = timed(calls)
+    work = 2 * queries * keys * heads * (d_qk + d_v)
+    rates = {name: work / statistics.median(measured.samples(name)) / 1e9 for name in calls}
+    ceiling = anchor.flop / statistics.median(measured.anchor_ms) / 1e9
     benchmark.extra_info.update(gemm_tflops=ceiling, **rates)
     print(
         f"{d_qk}/{d_v}, {heads} heads, {queries} x {keys} non-causal: GEMM {ceiling:.0f} TFLOP/s, "
