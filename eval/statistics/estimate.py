@@ -1,0 +1,112 @@
+"""What a paired comparison comes to: a difference with its uncertainty, and the verdict that it allows."""
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+ALPHA = 0.05
+# two-sided 5 % and 80 % power: the sum of the two quantiles of the normal distribution, and its square
+DETECTABLE, PLANNING = 2.802, 7.849
+
+
+class Verdict(StrEnum):
+    """What may be said of the second run; ``p > 0.05`` alone never says that it is as good."""
+
+    EQUIVALENT = "equivalent"
+    IMPROVED = "improved"
+    NON_INFERIOR = "non_inferior"
+    REGRESSED = "regressed"
+    INCONCLUSIVE = "inconclusive"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A mean difference over pairs, positive where the second run is better, in the unit of the scores.
+
+    Attributes:
+        n: Pairs.
+        delta: Mean difference.
+        se: Standard error: the larger of the next two.
+        se_naive: As if all pairs were independent.
+        se_clustered: As if pairs of one cluster moved together.
+        p: Of a difference at least as large if there were none, two-sided.
+        low: Lower end of the 95 % interval.
+        high: Upper end.
+        interval: How the interval was made: ``Wald``, ``exact``, ``BCa``, ``t`` or ``rule of three``.
+        changed: Pairs that differ.
+        variance: Of the differences.
+        margin: The loss that the suite accepts, declared before the runs; None if it declares none.
+        p_worse: Of the data if the second run were worse by the margin; 1 without one.
+        p_better: The same for better.
+        within: Whether a bound that needs no normal distribution lies inside the margin, below and above; True where no
+            such bound is asked for.
+        flip_bound: Where nothing differs, the share of pairs that may differ all the same, 95 % one-sided; else None.
+    """
+
+    n: int
+    delta: float
+    se: float
+    se_naive: float
+    se_clustered: float
+    p: float
+    low: float
+    high: float
+    interval: str
+    changed: int
+    variance: float
+    margin: float | None = None
+    p_worse: float = 1.0
+    p_better: float = 1.0
+    within: tuple[bool, bool] = (True, True)
+    flip_bound: float | None = None
+
+    @property
+    def detectable(self) -> float:
+        """The smallest true difference that 80 % of such comparisons would find."""
+        return DETECTABLE * self.se
+
+    @property
+    def needed(self) -> int | None:
+        """Pairs with which a difference of the margin would be found in 80 % of comparisons; None without a margin."""
+        if self.margin is None:
+            return None
+        return needed_pairs(self.variance, self.margin) if self.variance else rule_of_three_pairs(self.margin)
+
+    def non_inferior(self, alpha: float = ALPHA) -> bool:
+        """Whether a loss of the margin or more is excluded."""
+        return self.margin is not None and self.p_worse < alpha and self.within[0]
+
+    def equivalent(self, alpha: float = ALPHA) -> bool:
+        """Whether both a loss and a gain of the margin or more are excluded."""
+        return self.non_inferior(alpha) and self.p_better < alpha and self.within[1]
+
+    def verdict(self, alpha: float = ALPHA) -> Verdict:
+        """The strongest statement that holds; a significant loss smaller than the margin is not a regression."""
+        if self.equivalent(alpha):
+            return Verdict.EQUIVALENT
+        if self.low > 0 and self.p < alpha:
+            return Verdict.IMPROVED
+        if self.non_inferior(alpha):
+            return Verdict.NON_INFERIOR
+        if self.high < 0 and self.p < alpha:
+            return Verdict.REGRESSED
+        return Verdict.INCONCLUSIVE
+
+
+def needed_pairs(variance: float, difference: float) -> int:
+    """Pairs with which a difference is found with 80 % power at 5 %, two-sided."""
+    if difference <= 0:
+        raise ValueError(f"difference must be positive, got {difference}")
+    return max(1, round(PLANNING * variance / difference**2))
+
+
+def flip_bound(n: int, alpha: float = ALPHA) -> float:
+    """The share of pairs that may differ although none of ``n`` did, one-sided."""
+    return 1.0 - math.pow(alpha, 1 / n)
+
+
+def rule_of_three_pairs(margin: float, alpha: float = ALPHA) -> int:
+    """Pairs without any difference that keep the flip bound below a margin."""
+    if not 0 < margin < 1:
+        raise ValueError(f"margin must be between 0 and 1, got {margin}")
+    return math.floor(math.log(alpha) / math.log1p(-margin)) + 1
