@@ -24,6 +24,7 @@ class Lane:
     ms: float = 1.0
     aside: float = 0.0
     wrong_from: int = 1000
+    raises_from: int = 1000
     staged: list[tuple[Content, bool]] = field(default_factory=list)
     calls: list[Content] = field(default_factory=list)
     seen: list[Any] = field(default_factory=list)
@@ -34,6 +35,8 @@ class Lane:
         self.staged.append((content, poison))
 
     def call(self, content: Content) -> object:
+        if len(self.calls) >= self.raises_from:
+            raise RuntimeError("gone")
         self.clock.work(self.ms)
         self.clock.aside += self.aside
         self.calls.append(content)
@@ -42,6 +45,9 @@ class Lane:
     def finding(self, content: Content, results: Any) -> Any:
         self.seen.append(results)
         return f"wrong in {results}" if results >= self.wrong_from else None
+
+    def failure(self, error: Exception) -> Any:
+        return f"raised {error}"
 
 
 def run(lanes: list[Lane], clock: FakeClock, *, rounds: int = 4, **anchor: Any) -> Any:
@@ -77,6 +83,14 @@ def test_the_first_wrong_result_of_a_lane_is_kept() -> None:
     clock, schedule = FakeClock(), Schedule(rounds=4, ring=2, seed=0)
     measured = run([Lane("a", clock), Lane("b", clock, wrong_from=0)], clock)
     assert measured.findings == {"b": f"wrong in {min(schedule.checked)}"}
+
+
+def test_a_lane_that_raises_is_out_and_the_others_go_on() -> None:
+    clock = FakeClock()
+    measured = run([Lane("a", clock), Lane("b", clock, raises_from=3), Lane("c", clock)], clock)
+    assert measured.findings == {"b": "raised gone"}
+    assert [len(measured.ticks[name]) for name in "abc"] == [8, 3, 8]
+    assert measured.samples("c") == pytest.approx([1.0] * 8)
 
 
 def test_rounds_in_which_the_anchor_is_off_do_not_count() -> None:

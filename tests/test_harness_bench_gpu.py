@@ -82,6 +82,9 @@ class Lane:
     def finding(self, content: Content, results: Any) -> None:
         """Nothing is looked at."""
 
+    def failure(self, error: Exception) -> None:
+        raise error
+
 
 def of_the_house(provider: str) -> Kernel:
     return find_kernels(load_operation("attention"), provider)[0]

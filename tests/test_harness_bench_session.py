@@ -10,6 +10,7 @@ from bench_clock import ATTENTION, CPU, SHAPE, SIZES, FakeAnchor, FakeClock, aft
 
 pytest.importorskip("scipy", reason="intervals need scipy, of the extra `bench`")
 
+from assay.harness.bench import ring as ring_module
 from assay.harness.bench.ceilings import Ceilings
 from assay.harness.bench.results import BOUND, KernelResult, ShapeResult
 from assay.harness.bench.ring import Ring
@@ -237,6 +238,43 @@ def test_a_crash_while_binding_is_the_verdict_and_the_others_are_timed() -> None
     assert first.verdict is Verdict.CRASH
     assert "no more handles" in first.text
     assert second.verdict is Verdict.PASS
+
+
+def test_a_crash_while_timed_is_the_verdict_and_the_others_are_timed() -> None:
+    clock = FakeClock()
+
+    def wrap(run: Callable[[], Any]) -> Callable[[], Any]:
+        def call() -> Any:
+            if clock.log.count("flush") > 20:
+                raise RuntimeError("no more workspace")
+            clock.work(1.0)
+            return run()
+
+        return call
+
+    first, second = bench(clock, around("leaking", wrap), honest("right", clock, 1.0)).kernels
+    assert first.verdict is Verdict.CRASH
+    assert "no more workspace" in first.text
+    assert first.ms is None
+    assert second.verdict is Verdict.PASS
+    assert second.ms is not None
+
+
+def test_a_ring_that_does_not_fit_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(ring_module, "MOST_BYTES", 1000)
+    kernel = only(bench(clock, honest("ours", clock, 1.0)))
+    assert kernel.verdict is Verdict.OUT_OF_MEMORY
+    assert "2 sets of buffers must take at most 1000 bytes" in kernel.text
+    assert not clock.timing
+
+
+def test_an_operation_whose_work_nobody_counted_has_times_and_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr("assay.harness.bench.work.MODELS", {})
+    result = bench(clock, honest("ours", clock, 1.2), peers=(honest("peer", clock, 1.0),))
+    assert [kernel.tflops for kernel in result.kernels] == [None, None]
+    assert [(ratio.kernel, ratio.other) for ratio in result.ratios] == [("ours", "peer")]
 
 
 def test_a_failed_capture_is_timed_by_events_and_says_so() -> None:

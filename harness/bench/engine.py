@@ -33,13 +33,17 @@ class Lane(Protocol):
         """What is wrong with the results, or None."""
         ...
 
+    def failure(self, error: Exception) -> Any:
+        """The finding that a run raised this."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """What the rounds gave.
 
     Attributes:
-        ticks: By lane, ``2 * rounds``.
+        ticks: By lane, ``2 * rounds``; fewer of one that raised.
         anchor: One tick a round.
         findings: By lane, the first thing that was wrong with a result.
         kept: Rounds in which the anchor was like in the others.
@@ -83,13 +87,20 @@ def measure(lanes: Sequence[Lane], schedule: Schedule, clock: Clock, *, anchor: 
         raise ValueError(f"lanes must have names of their own, got {', '.join(lane.name for lane in lanes)}")
     anchors: list[Tick] = []
     findings: dict[str, Any] = {}
+    running = list(lanes)
     for iteration in range(schedule.iterations):
         if iteration % 2 == 0:
             anchors.append(time_once(anchor, clock)[0])
         content, checked = schedule.content(iteration), iteration in schedule.checked
-        for lane in schedule.order(lanes, iteration):
-            lane.stage(content, poison=checked)
-            tick, results = time_once(partial(lane.call, content), clock)
+        for lane in schedule.order(running, iteration):
+            try:
+                lane.stage(content, poison=checked)
+                tick, results = time_once(partial(lane.call, content), clock)
+            except Exception as error:
+                # its turn is over, and the others' is not
+                findings.setdefault(lane.name, lane.failure(error))
+                running.remove(lane)
+                continue
             ticks[lane.name].append(tick)
             if checked and lane.name not in findings:
                 found = lane.finding(content, results)

@@ -13,6 +13,9 @@ from ..runner import Exam, ExamRoom
 from .schedule import Content
 from .shapes import Shape
 
+# as much again goes to the copies from which inputs are restored
+MOST_BYTES = 30 << 30
+
 
 class Ring:
     """The inputs that are timed.
@@ -27,10 +30,13 @@ class Ring:
         """Draw all sets of buffers; the first is the exam that ``room`` holds, on which kernels were judged.
 
         Raises:
-            ValueError: If the shape describes no inputs.
+            MemoryError: If they are larger than ``MOST_BYTES``.
         """
         self.operation, self.shape = operation, shape
         first = room.exam(operation, shape.case(seed), device)
+        needed = size * input_bytes(first.inputs)
+        if needed > MOST_BYTES:
+            raise MemoryError(f"{size} sets of buffers must take at most {MOST_BYTES} bytes, got {needed}")
         self.exams = [first, *(Exam(operation, shape.case(seed + at), device) for at in range(1, size))]
         self.changed = _first_floating(operation, first.inputs)
         self._plain = [exam.inputs.arguments[self.changed].clone() for exam in self.exams]
@@ -86,6 +92,11 @@ class Slot:
         mine = self._given.arguments.get(self._ring.changed)
         if isinstance(mine, Tensor) and mine.data_ptr() != self._source.data_ptr():
             mine.copy_(self._source)
+
+
+def input_bytes(inputs: Inputs) -> int:
+    """Of the buffers behind a case, without the copies that they are restored from."""
+    return sum(buffer.numel() * buffer.element_size() for buffer in inputs.ledger.buffers.values())
 
 
 def _first_floating(operation: Operation, inputs: Inputs) -> str:

@@ -17,7 +17,7 @@ from .engine import Measured, measure
 from .lineup import Participant
 from .machine import Clocks
 from .results import BOUND, KernelResult, Ratio, ShapeResult
-from .ring import Ring
+from .ring import Ring, input_bytes
 from .schedule import ROUNDS, Schedule, schedule_for
 from .shapes import Shape
 from .statistics import Interval, Spread, ratio_interval
@@ -120,21 +120,37 @@ def _timed(
     outcome: ShapeResult,
 ) -> ShapeResult:
     """Time those that passed; fills ``found``, and returns the outcome of the shape."""
-    touched = work.bytes if work is not None else _input_bytes(operation, shape, setting, room)
-    cache_bytes = setting.ceilings.cache_bytes
-    schedule = schedule_for(touched, cache_bytes, seed=setting.seed, rounds=setting.rounds)
-    ring = Ring(operation, shape, setting.device, size=schedule.ring, seed=setting.seed, room=room)
+    touched = work.bytes if work is not None else _touched(operation, shape, setting, room)
+    schedule = schedule_for(touched, setting.ceilings.cache_bytes, seed=setting.seed, rounds=setting.rounds)
+    outcome = replace(outcome, ring=schedule.ring, rounds=schedule.rounds)
+    try:
+        ring = Ring(operation, shape, setting.device, size=schedule.ring, seed=setting.seed, room=room)
+    except (torch.cuda.OutOfMemoryError, MemoryError) as error:
+        for one in passed:
+            result = found[one.kernel.name]
+            found[one.kernel.name] = replace(result, verdict=Verdict.OUT_OF_MEMORY, text=str(error))
+        return outcome
     for content in schedule.checked_contents:
         ring.exam(content)
-    outcome = replace(outcome, ring=schedule.ring, rounds=schedule.rounds)
     lanes = _lanes(passed, found, ring, schedule, setting)
-    if not lanes:
-        return outcome
+    return _raced(lanes, found, ring, schedule, setting, work, outcome) if lanes else outcome
+
+
+def _raced(
+    lanes: Sequence[TimedKernel],
+    found: dict[str, KernelResult],
+    ring: Ring,
+    schedule: Schedule,
+    setting: Setting,
+    work: Work | None,
+    outcome: ShapeResult,
+) -> ShapeResult:
+    """Run the rounds, and say what follows from them."""
     twin = next((lane for lane in lanes if found[lane.name].role == "ours"), lanes[0])
     # the same kernel bound again: between its two lanes there is nothing but noise
     again = ready(twin.kernel, ring, schedule, setting.clock, name=twin.name + AGAIN)
     twins = [] if isinstance(again, Finding) else [again]
-    setting.say(f"{shape.name}: timing {len(lanes)} kernels, {schedule.rounds} rounds, a ring of {schedule.ring}")
+    setting.say(f"{ring.shape.name}: timing {len(lanes)} kernels, {schedule.rounds} rounds, a ring of {schedule.ring}")
     clocks = [setting.read_clocks()]
     # reading them left the device idle, and an idle one runs slowly at first
     for _ in range(ANCHOR_WARMUP):
@@ -188,13 +204,14 @@ def _lanes(
 def _result(
     lane: TimedKernel, before: KernelResult, measured: Measured, work: Work | None, setting: Setting
 ) -> KernelResult:
-    """The times of a kernel, or what is wrong with them."""
-    samples, late = measured.samples(lane.name), measured.late_ms(lane.name)
+    """The times of a kernel, or what is wrong with them or with its results."""
+    known = replace(before, captured=lane.captured, peak_bytes=lane.peak_bytes, text=_note(lane))
     wrong = measured.findings.get(lane.name) or measured.findings.get(lane.name + AGAIN)
-    wrong = wrong or impossible(samples, late, work, setting.ceilings)
-    known = replace(
-        before, captured=lane.captured, samples_ms=samples, late_ms=late, peak_bytes=lane.peak_bytes, text=_note(lane)
-    )
+    if wrong is not None:
+        return replace(known, verdict=wrong.verdict, text=wrong.text)
+    samples, late = measured.samples(lane.name), measured.late_ms(lane.name)
+    known = replace(known, samples_ms=samples, late_ms=late)
+    wrong = impossible(samples, late, work, setting.ceilings)
     if wrong is not None:
         return replace(known, verdict=wrong.verdict, text=wrong.text)
     spread = Spread.of(samples)
@@ -248,7 +265,6 @@ def _noise(twin: str, measured: Measured, seed: int) -> Interval:
     return ratio_interval(measured.per_round(twin + AGAIN), measured.per_round(twin), seed=seed)
 
 
-def _input_bytes(operation: Operation, shape: Shape, setting: Setting, room: ExamRoom) -> int:
-    """Of the tensors of a case, where nobody counted what must be moved."""
-    inputs = room.exam(operation, shape.case(setting.seed), setting.device).inputs
-    return sum(buffer.numel() * buffer.element_size() for buffer in inputs.ledger.buffers.values())
+def _touched(operation: Operation, shape: Shape, setting: Setting, room: ExamRoom) -> int:
+    """Bytes of the inputs, where nobody counted what must be moved."""
+    return input_bytes(room.exam(operation, shape.case(setting.seed), setting.device).inputs)

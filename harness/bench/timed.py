@@ -121,6 +121,15 @@ class TimedKernel:
             return None
         return Finding(verdict=Verdict.NONDETERMINISTIC, text=f"{place} gave other bits than a plain call")
 
+    def failure(self, error: Exception) -> Finding:
+        """The verdict on a timed call that raised; after so many that did not, it is no refusal."""
+        finding = raised(error)
+        return (
+            finding
+            if finding.verdict is Verdict.OUT_OF_MEMORY
+            else Finding(verdict=Verdict.CRASH, text=describe(error))
+        )
+
     def _assess(self, answer: Answer, content: Content) -> Finding:
         exam = self._ring.exam(content)
         outline = exam.operation.outline(exam.case)
@@ -138,12 +147,17 @@ def ready(
     try:
         timed = TimedKernel(kernel, ring, clock, name=name)
         return timed.judge(schedule.checked_contents) or timed
-    except NotImplementedError as error:
-        return Finding(verdict=Verdict.UNSUPPORTED, text=str(error))
-    except (torch.cuda.OutOfMemoryError, MemoryError) as error:
-        return Finding(verdict=Verdict.OUT_OF_MEMORY, text=str(error) or "out of memory")
     except Exception as error:
-        return Finding(verdict=Verdict.CRASH, text=describe(error))
+        return raised(error)
+
+
+def raised(error: Exception) -> Finding:
+    """What it means that a kernel raised this."""
+    if isinstance(error, NotImplementedError):
+        return Finding(verdict=Verdict.UNSUPPORTED, text=str(error))
+    if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
+        return Finding(verdict=Verdict.OUT_OF_MEMORY, text=str(error) or "out of memory")
+    return Finding(verdict=Verdict.CRASH, text=describe(error))
 
 
 def _copy(results: Any) -> Answer:

@@ -39,6 +39,9 @@ class Forward:
     def finding(self, content: Content, results: Any) -> None:
         """Answers are judged elsewhere."""
 
+    def failure(self, error: Exception) -> None:
+        raise error
+
 
 def timed(calls: dict[str, Callable[[], Any]], *, rounds: int = 10) -> tuple[Measured, Gemm]:
     """Replays of graphs of the calls, interleaved, each from a cold cache, beside a matrix product."""
