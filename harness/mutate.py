@@ -4,6 +4,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from rich.console import Group, RenderableType
@@ -13,10 +14,11 @@ from rich.text import Text
 from . import operations
 from ._mutate_matrix import NOT_JUDGED, FaultResult, KillMatrix, Outcome, Status, VariantResult
 from .case import Case
+from .downgrade import reassess
 from .faults import Fault, Variant, load, not_applicable
 from .kernels import wrap_function
 from .operation import Kernel, Operation
-from .record import Verdict
+from .record import Record, RowErrors, Verdict
 from .runner import ExamRoom, run_case
 
 __all__ = ["FaultResult", "KillMatrix", "Outcome", "Status", "VariantResult", "cheapest_first", "kill_matrix", "render"]
@@ -34,13 +36,15 @@ def kill_matrix(
 ) -> KillMatrix:
     """Judge every fault and every variant of an operation.
 
-    On each case the variants run first: one on which any of them is rejected proves nothing about a fault.
+    On each case the variants run first: one on which any of them is rejected proves nothing about a fault. A fault that
+    ran on all cases is then looked at over all of them, as a kernel is by ``assay check``.
 
     Args:
         op: Name of the operation.
         cases: Its cases, in any order; the cheap ones run first.
         device: Where to run.
-        stop_when_killed: Whether a fault runs no further after its first kill for the right reason.
+        stop_when_killed: Whether a fault runs no further after its first kill for the right reason; what a look over
+            all cases would call it remains unknown then.
         progress: Called before each judgement with those done, those planned and the name of the kernel; a judgement
             that a kill has made needless counts as done.
 
@@ -63,6 +67,8 @@ def kill_matrix(
             if stop_when_killed and case.id in sound and verdict in fault.expects:
                 running.remove(fault)
         run.done += len(faults) - len(running)
+    for fault in running:
+        run.reassess(fault, mine)
     return KillMatrix(
         op=op,
         faults=tuple(FaultResult(fault=one, outcomes=run.of(one), sound=frozenset(sound)) for one in faults),
@@ -81,7 +87,7 @@ class _Run:
         self._operation, self._device, self._progress, self._total = operation, device, progress, total
         self._room = ExamRoom()
         self._kernels: dict[str, Kernel] = {}
-        self._outcomes: dict[str, list[Outcome]] = {}
+        self._records: dict[str, list[Record]] = {}
         self.done = 0
 
     def judge(self, entry: Fault | Variant, case: Case) -> Outcome:
@@ -91,14 +97,24 @@ class _Run:
         if entry.name not in self._kernels:
             self._kernels[entry.name] = wrap_function(entry.function, self._operation)
         kernel = self._kernels[entry.name]
-        outcome = Outcome.of(run_case(self._operation, kernel, case, self._device, room=self._room))
-        self._outcomes.setdefault(entry.name, []).append(outcome)
+        record = run_case(self._operation, kernel, case, self._device, room=self._room)
+        # thousands of judgements are kept, and nobody draws the rows of these
+        self._records.setdefault(entry.name, []).append(replace(record, rows=RowErrors()))
         self.done += 1
-        return outcome
+        return Outcome.of(record)
+
+    def reassess(self, fault: Fault, cases: list[Case]) -> None:
+        """Call its failures a precision downgrade if a lower precision explains them all."""
+        if self._progress is not None:
+            self._progress(self.done, self._total, fault.name)
+        records = self._records.get(fault.name, [])
+        if records:
+            kernel = self._kernels[fault.name]
+            self._records[fault.name] = reassess(self._operation, kernel, cases, records, self._device)
 
     def of(self, entry: Fault | Variant) -> tuple[Outcome, ...]:
         """What came of an entry, case by case."""
-        return tuple(self._outcomes.get(entry.name, ()))
+        return tuple(map(Outcome.of, self._records.get(entry.name, ())))
 
 
 def cheapest_first(cases: list[Case]) -> list[Case]:

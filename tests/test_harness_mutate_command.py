@@ -1,6 +1,7 @@
 """``assay mutate``: admission, the bound on false rejections, what it leaves behind, and that it can fail."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ from builders import attention_case, operation_of
 from rich.console import Console
 from typer.testing import CliRunner
 
-from assay.harness import mutate_command
+from assay.harness import mutate, mutate_command, operations
 from assay.harness.admission import NULL_KERNELS, admissions
 from assay.harness.cli import app
 from assay.harness.faults import Variant, load
 from assay.harness.kernels import wrap_function
-from assay.harness.mutate import kill_matrix
+from assay.harness.mutate import Status, kill_matrix
 from assay.harness.mutate_command import MutateOptions, run_mutate, zero_event_bound
+from assay.harness.operation import CaseRequest
 from assay.harness.plan import UsageError
 from assay.harness.record import Verdict
 from assay.harness.runner import run_case
@@ -55,6 +57,23 @@ def test_a_case_without_kills_is_not_admitted() -> None:
     # the same judgements of another case say nothing about this one
     (stranger,) = admissions(operation, [attention_case(seed=9)], matrix, CPU)
     assert (stranger.judged, stranger.kills) == (0, 0)
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_fault_is_looked_at_over_all_cases_as_a_kernel_is(stop: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that a lower precision explains is called so, one that is wrong is not."""
+    names = ("weights_in_e4m3", "light_tiles_skipped")
+    expects = frozenset({Verdict.PRECISION_DOWNGRADE})
+    faults = [replace(fault, expects=expects) for fault in load("attention")[0] if fault.name in names]
+    monkeypatch.setattr(mutate, "load", lambda op: (faults, []))
+    cases = operations.load("attention").cases(CaseRequest(tier="smoke", seed=0, dtypes=("bfloat16",)))
+    matrix = kill_matrix("attention", cases, CPU, stop_when_killed=stop)
+    found = {result.fault.name: result for result in matrix.faults}
+    assert found["weights_in_e4m3"].status is Status.KILLED
+    texts = {one.text.partition(";")[0] for one in found["weights_in_e4m3"].kills}
+    assert texts == {"p: declared bf16, fits e4m3"}
+    assert found["light_tiles_skipped"].status is Status.WRONG_REASON
+    assert Verdict.NUMERIC in {one.verdict for one in found["light_tiles_skipped"].judged}
 
 
 @pytest.mark.parametrize(("trials", "bound"), [(1, 0.95), (2, 1 - 0.05**0.5), (20, 0.1391), (6000, 4.9916e-4)])
