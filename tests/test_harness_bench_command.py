@@ -196,11 +196,23 @@ def assay(*arguments: object) -> Any:
     return result
 
 
-def test_without_a_device_nothing_is_timed_and_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("counted", "against", "code"), [(0, False, 0), (1, False, 1), (3, False, 3), (0, True, 3)])
+def test_without_a_device_host_work_is_counted_instead(
+    monkeypatch: pytest.MonkeyPatch, counted: int, against: bool, code: int
+) -> None:
+    host_cost = pytest.importorskip("assay.harness.host_cost", reason="counts of host work are made elsewhere")
+    asked: list[Any] = []
     monkeypatch.setattr(cli, "console", Console(width=300))
-    done = assay("bench", "attention", "--device", "cpu")
-    assert done.exit_code == 3
+
+    def run_cost(options: Any, console: Console) -> int:
+        asked.append(options.ops)
+        return counted
+
+    monkeypatch.setattr(host_cost, "run_cost", run_cost)
+    done = assay("bench", "attention", "--device", "cpu", *(["--against", "committed"] if against else []))
     assert "device time needs a CUDA device, found none: nothing was timed" in done.output
+    assert asked == [("attention",)]
+    assert done.exit_code == code
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from ..discovery import load_operation, operation_names
 from ..kernels import KernelNotFoundError
+from ..operations import NAMES
 from ..options import resolve_device
 from ..plan import UsageError
 from ..record import ExitCode, Verdict
@@ -28,7 +29,7 @@ from .shapes import Shape, packaged_shapes, read_shapes, read_sweep
 from .table import gate_table, print_run
 
 RECORD, PAGE = "bench.json", "bench.html"
-NO_DEVICE = "device time needs a CUDA device, found none: nothing was timed"
+NO_DEVICE = "device time needs a CUDA device, found none: nothing was timed, but counted what a step costs the host"
 _FAILS = frozenset(Verdict) - {Verdict.PASS, Verdict.UNSUPPORTED, Verdict.INVALID_CASE, Verdict.WAIVED}
 
 
@@ -64,7 +65,7 @@ def run_bench(options: BenchOptions, console: Console) -> int:
     baseline = _baseline(options, device)
     if device.type != "cuda":
         console.print(Text(NO_DEVICE, style="yellow"), soft_wrap=True)
-        return ExitCode.NOTHING_JUDGED
+        return _count_host_work(shapes, options, console)
     torch.cuda.set_device(device)
     with console.status("measuring ceilings"):
         setting = _setting(options, device)
@@ -124,6 +125,17 @@ def _setting(options: BenchOptions, device: torch.device) -> Setting:
         rounds=options.rounds,
         read_clocks=partial(read_clocks, device),
     )
+
+
+def _count_host_work(shapes: list[Shape], options: BenchOptions, console: Console) -> int:
+    """What can be told of speed without a device: the counts of ``assay cost``. They stand in for no ratio."""
+    from ..host_cost import CostOptions, run_cost
+
+    ops = [op for op in dict.fromkeys(shape.op for shape in shapes) if op in NAMES]
+    if not ops:
+        return ExitCode.NOTHING_JUDGED
+    code = run_cost(CostOptions(ops=tuple(ops)), console)
+    return ExitCode.NOTHING_JUDGED if code == ExitCode.PASSED and options.against is not None else code
 
 
 def chosen_shapes(options: BenchOptions) -> list[Shape]:

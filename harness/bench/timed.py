@@ -50,7 +50,7 @@ class TimedKernel:
         """
         case = ring.exams[0].case
         self.name, self.kernel, self.contract = name or kernel.name, kernel, kernel.contract(case)
-        self._ring = ring
+        self._ring, self._clock = ring, clock
         self._slots = [Slot(ring, entry, kernel, self.contract) for entry in range(len(ring.exams))]
         self.captured, self.note = False, "declared not capturable"
         self._replays = [Replay(call=slot.run) for slot in self._slots]
@@ -81,7 +81,10 @@ class TimedKernel:
         """Have a plain call answer each of the contents, and judge the answers; None if all pass."""
         for content in contents:
             self._slots[content.entry].stage(content)
-            answer = _copy(self._slots[content.entry].run())
+            results = self._slots[content.entry].run()
+            # wherever it was worked out: that is asked about when it is timed
+            self._clock.drain()
+            answer = _copy(results)
             finding = self._assess(answer, content)
             if finding.verdict is not Verdict.PASS:
                 return finding
