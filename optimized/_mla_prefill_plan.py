@@ -34,8 +34,10 @@ class MlaShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryChunk:
-    """One pass over a part of the history of one request."""
+    """One pass over a part of the history of one request: ``offset`` is the position of its first token."""
 
+    request: int
+    offset: int
     queries: slice
     slots: Tensor
     plan: AttentionPlan
@@ -43,14 +45,20 @@ class HistoryChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlaPrefillPlan:
-    """What one step does, the same for each of its layers; its slots are a copy, so nothing in it goes stale."""
+    """What one step does, the same for each of its layers; its slots are a copy, so nothing in it goes stale.
+
+    ``slots`` are those of all tokens, request by request; ``max_context`` is the width of the slot table.
+    """
 
     shape: MlaShape
     dtype: torch.dtype
     device: torch.device
     num_slots: int
     num_tokens: int
+    context_lens: tuple[int, ...]
+    max_context: int
     history_chunk_size: int
+    slots: Tensor
     current_slots: Tensor
     current: AttentionPlan
     chunks: tuple[HistoryChunk, ...]
@@ -125,12 +133,13 @@ def plan_mla_prefill(
     )
     current_plan = plan_attention(cu_seqlens, cu_seqlens, causal=True, shape=attention_shape, provider=provider)
     current_slots, chunks = [], []
-    for queries, request_slots in _requests(starts, contexts, slots):
+    for request, (queries, request_slots) in enumerate(_requests(starts, contexts, slots)):
         history = len(request_slots) - (queries.stop - queries.start)
         current_slots.append(request_slots[history:])
-        for part in request_slots[:history].split(history_chunk_size) if history else ():
+        for offset in range(0, history, history_chunk_size):
+            part = request_slots[offset : min(offset + history_chunk_size, history)]
             passes = _one_pass(queries, part, attention_shape, provider)
-            chunks.append(HistoryChunk(queries=queries, slots=part, plan=passes))
+            chunks.append(HistoryChunk(request=request, offset=offset, queries=queries, slots=part, plan=passes))
     workspace_bytes = _workspace_bytes(
         shape, dtype, starts[-1], [(chunk.queries, len(chunk.slots)) for chunk in chunks]
     )
@@ -145,7 +154,10 @@ def plan_mla_prefill(
         device=device,
         num_slots=num_slots,
         num_tokens=starts[-1],
+        context_lens=tuple(contexts),
+        max_context=slot_table.shape[1],
         history_chunk_size=history_chunk_size,
+        slots=slots,
         current_slots=torch.cat(current_slots),
         current=current_plan,
         chunks=tuple(chunks),
