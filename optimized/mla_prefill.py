@@ -1,11 +1,11 @@
 """MLA prefill that expands a long latent history chunk by chunk and merges the partial results by log-sum-exp."""
 
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor
 
+from ._mla_prefill_latent import Latent, check_inputs
 from ._mla_prefill_plan import HistoryChunk, MlaPrefillPlan, MlaShape, plan_mla_prefill
+from ._token_scores_collect import check_fused, collect_expanded, collect_latent, reset
+from ._token_scores_plan import TokenScoresPlan
 from .attention import attention, merge_into
 
 __all__ = ["HistoryChunk", "MlaPrefillPlan", "MlaShape", "mla_prefill", "plan_mla_prefill"]
@@ -20,6 +20,8 @@ def mla_prefill(
     softmax_scale: float,
     plan: MlaPrefillPlan,
     return_lse: bool = True,
+    scores: Tensor | None = None,
+    score_plan: TokenScoresPlan | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend the current tokens of each request to its whole history and to themselves; return ``(out, lse)``.
 
@@ -42,76 +44,48 @@ def mla_prefill(
         softmax_scale: Factor on the logits, usually ``(Dn + Dr) ** -0.5``.
         plan: Of this step, from ``plan_mla_prefill``; the same for every layer.
         return_lse: Whether ``lse`` is handed out; ``out`` has the same bits either way.
+        scores: ``[N, max_context]``, float32 (float64 for float64), any strides: where token scores go, whatever it
+            held before; ``out`` and ``lse`` have the same bits with and without. They are those of ``token_scores``,
+            collected from keys that are at hand (``logits``) or in one or two scans of the latent rows at the end
+            (``probability``): no row is projected for them.
+        score_plan: Of ``plan_token_scores``, made from ``plan``; with ``scores``.
 
     Returns:
         ``out``, ``[T, H, Dv]``, dtype of ``q``, and ``lse``, ``[T, H]``, float32, natural log of the scaled logits, or
         None.
 
     Raises:
-        ValueError: If a shape disagrees with the plan.
+        ValueError: If a shape disagrees with the plan, or the scores and their plan do not come together.
         TypeError: If a dtype or device disagrees with the plan.
 
     Precision: keys and values are rounded to the dtype of ``q`` after a float32-accumulated projection; each partial
     result is rounded once to that dtype; merging accumulates in float32 and rounds once, and only if there is
     history. Oracle: ``reference.mla_prefill.mla_prefill``. Source: SparseEngine's history-chunked MLA prefill.
     """
-    _check_inputs(q, kv_c, k_pe, kv_b_proj, plan)
-    latent = _Latent(kv_c=kv_c, k_pe=k_pe, weight=kv_b_proj.flatten(0, 1), shape=plan.shape)
+    check_inputs(q, kv_c, k_pe, kv_b_proj, plan)
+    check_fused(scores, score_plan, plan)
+    latent = Latent(kv_c=kv_c, k_pe=k_pe, weight=kv_b_proj.flatten(0, 1), shape=plan.shape)
     k, v = latent.expand(plan.current_slots)
     out, lse = attention(q, k, v, softmax_scale=softmax_scale, plan=plan.current)
+    if scores is not None and score_plan is not None:
+        reset(scores, score_plan)
+        collect_expanded(scores, q, k, score_plan, 0)
     del k, v
     if plan.chunks:
         total = out.to(plan.accumulator_dtype)
         del out
-        for chunk in plan.chunks:
+        for index, chunk in enumerate(plan.chunks, start=1):
             k, v = latent.expand(chunk.slots)
             part, part_lse = attention(q[chunk.queries], k, v, softmax_scale=softmax_scale, plan=chunk.plan)
+            if scores is not None and score_plan is not None:
+                collect_expanded(scores, q, k, score_plan, index)
             # keys and values go before the merge, so that the next gather never finds them alive
             del k, v
             merge_into(total[chunk.queries], lse[chunk.queries], part, part_lse)
             del part, part_lse
         out = total.to(q.dtype)
+        del total
+    if scores is not None and score_plan is not None:
+        whole = lse if score_plan.full else None
+        collect_latent(scores, q, kv_c, k_pe, kv_b_proj, whole, softmax_scale=softmax_scale, plan=score_plan)
     return out, lse if return_lse else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Latent:
-    """The latent cache of one layer with its up-projection, ``weight`` being ``[H * (Dn + Dv), R]``."""
-
-    kv_c: Tensor
-    k_pe: Tensor
-    weight: Tensor
-    shape: MlaShape
-
-    def expand(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather and project the rows of ``slots``, ``[n]``; return ``k``, ``[n, H, Dq]``, and ``v``, ``[n, H, Dv]``.
-
-        ``v`` is a strided view of the projection, and so is ``k`` where there is no rope part.
-        """
-        shape = self.shape
-        projected = torch.nn.functional.linear(self.kv_c.index_select(0, slots), self.weight)
-        k_nope, v = projected.unflatten(1, (shape.num_heads, -1)).split([shape.d_nope, shape.d_v], dim=-1)
-        if shape.d_rope == 0:
-            return k_nope, v
-        k = projected.new_empty(len(slots), shape.num_heads, shape.d_nope + shape.d_rope)
-        k[..., : shape.d_nope] = k_nope
-        k[..., shape.d_nope :] = self.k_pe.index_select(0, slots)[:, None, :]
-        return k, v
-
-
-def _check_inputs(q: Tensor, kv_c: Tensor, k_pe: Tensor, kv_b_proj: Tensor, plan: MlaPrefillPlan) -> None:
-    """Refuse tensors that are not what was planned for, by shape, dtype and device alone."""
-    shape = plan.shape
-    expected = {
-        "q": (q, (plan.num_tokens, shape.num_heads, shape.d_nope + shape.d_rope)),
-        "kv_c": (kv_c, (plan.num_slots, shape.kv_lora_rank)),
-        "k_pe": (k_pe, (plan.num_slots, shape.d_rope)),
-        "kv_b_proj": (kv_b_proj, (shape.num_heads, shape.d_nope + shape.d_v, shape.kv_lora_rank)),
-    }
-    for name, (tensor, size) in expected.items():
-        if tuple(tensor.shape) != size:
-            raise ValueError(f"{name} must have the planned shape {size}, got {tuple(tensor.shape)}")
-        if tensor.dtype != plan.dtype:
-            raise TypeError(f"{name} must have the planned dtype {plan.dtype}, got {tensor.dtype}")
-        if tensor.device != plan.device:
-            raise ValueError(f"{name} must be on the planned device {plan.device}, got {tensor.device}")

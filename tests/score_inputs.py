@@ -4,13 +4,16 @@ import math
 from typing import Any
 
 import torch
-from builders import MLA_INDICES, in_dtype, mla_case
+from builders import MLA_INDICES, MLA_TENSORS, in_dtype, mla_case, planned
 from torch import Tensor
 
 from assay.harness.case import Case
+from assay.optimized.mla_prefill import MlaPrefillPlan, mla_prefill
+from assay.optimized.token_scores import TokenScoresPlan, plan_token_scores
+from assay.optimized.token_scores import token_scores as twin
 from assay.reference.attention import masked_logits
 from assay.reference.mla_prefill import expand_latent, requests
-from assay.reference.token_scores import eligible_logits, token_scores
+from assay.reference.token_scores import IDENTITIES, eligible_logits, token_scores
 
 INF = math.inf
 ROUNDOFF = {torch.float64: 2.0**-52, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -40,7 +43,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 def score_case(**sizes: Any) -> Case:
     """The four requests, in three heads."""
-    small = {"query_lens": QUERIES, "context_lens": CONTEXTS, "num_heads": 3, "history_chunk_size": 16}
+    small: dict[str, Any] = {"query_lens": QUERIES, "context_lens": CONTEXTS, "num_heads": 3, "history_chunk_size": 16}
     return mla_case(**small | sizes)
 
 
@@ -53,6 +56,36 @@ def oracle_scores(given: dict[str, Any], mode: str, request: dict[str, Any]) -> 
     """The oracle in float64 on the stored inputs."""
     named = {name: value for name, value in in_dtype(given, torch.float64).items() if name != "history_chunk_size"}
     return token_scores(**named, mode=mode, **request)
+
+
+def plans(
+    case: Case, given: dict[str, Any], mode: Any, request: dict[str, Any], *, implementation: str = "torch", **step: Any
+) -> tuple[MlaPrefillPlan, TokenScoresPlan]:
+    """A plan of the step and one of its scores."""
+    plan = planned(case, given, **step)
+    return plan, plan_token_scores(plan, mode=mode, implementation=implementation, **request)
+
+
+def fused(
+    given: dict[str, Any], plan: MlaPrefillPlan, score_plan: TokenScoresPlan, scores: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(out, lse, scores)`` of one prefill with scores, in a buffer full of ones unless one is given."""
+    if scores is None:
+        scores = torch.ones(score_plan.score_shape, dtype=score_plan.score_dtype, device=plan.device)
+    out, lse = mla_prefill(
+        *(given[name] for name in MLA_TENSORS),
+        softmax_scale=given["softmax_scale"],
+        plan=plan,
+        scores=scores,
+        score_plan=score_plan,
+    )
+    assert lse is not None
+    return out, lse, scores
+
+
+def alone(given: dict[str, Any], plan: TokenScoresPlan, **options: Any) -> Tensor:
+    """The twin beside any attention."""
+    return twin(*(given[name] for name in MLA_TENSORS), softmax_scale=given["softmax_scale"], plan=plan, **options)
 
 
 def score_bounds(given: dict[str, Any], mode: str, request: dict[str, Any]) -> Tensor:
@@ -104,3 +137,16 @@ def score_bounds(given: dict[str, Any], mode: str, request: dict[str, Any]) -> T
         error = torch.expm1(scale * (eta + eta_all.amax(-1, keepdim=True)) + sums)
         bounds[index, : len(slots)] = (p * error).mean(0).amax(0)
     return bounds
+
+
+def check(scores: Tensor, given: dict[str, Any], mode: str, request: dict[str, Any]) -> None:
+    """Where nothing may look exactly the identity, everything else finite and within its bound."""
+    expected = oracle_scores(given, mode, request)
+    assert scores.shape == expected.shape
+    assert scores.dtype == torch.promote_types(given["q"].dtype, torch.float32)
+    blind = expected == IDENTITIES[mode]
+    assert torch.equal(scores == IDENTITIES[mode], blind)
+    error = torch.where(blind, 0.0, (scores.double() - expected).abs())
+    assert torch.isfinite(error).all()
+    excess = error / score_bounds(given, mode, request).clamp(min=2.0**-140)
+    assert excess.max() <= 1.0, f"{excess.max():.3g} of the bound at {divmod(int(excess.argmax()), scores.shape[1])}"

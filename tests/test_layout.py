@@ -22,8 +22,6 @@ LONGEST_FILE = 400
 
 # file that an oracle lacks -> why it has none
 WITHOUT: dict[str, str] = {
-    "optimized/token_scores.py": "not written yet",
-    "tests/test_optimized_token_scores.py": "not written yet",
     "harness/operations/token_scores.py": "not judged yet",
 }
 

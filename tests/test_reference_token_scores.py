@@ -76,7 +76,7 @@ def test_loops_over_plain_floats_give_the_same(name: str, request_name: str, mod
 def test_zero_queries_spread_their_weight_evenly() -> None:
     given = inputs()
     given["q"].zero_()
-    request = {"query_ranges": torch.tensor([[57, 60], [0, 0], [0, 0], [0, 0]]), "candidate_start": 10}
+    request: dict[str, Any] = {"query_ranges": torch.tensor([[57, 60], [0, 0], [0, 0], [0, 0]]), "candidate_start": 10}
     scores = token_scores(**given, mode="probability", **request)
     # the queries at 57, 58 and 59 see 48, 49 and 50 candidates
     early = (1 / 48 + 1 / 49 + 1 / 50) / 3
@@ -100,7 +100,7 @@ def test_a_query_without_candidates_counts_in_the_mean() -> None:
 
 def test_probabilities_of_one_query_and_head_sum_to_one_over_the_candidates() -> None:
     given = inputs("one head")
-    request = {"query_ranges": torch.tensor([[59, 60], [4, 5], [22, 23], [0, 1]]), "candidate_start": 0}
+    request: dict[str, Any] = {"query_ranges": torch.tensor([[59, 60], [4, 5], [22, 23], [0, 1]]), "candidate_start": 0}
     for start in (0, 3):
         scores = token_scores(**given, mode="probability", **request | {"candidate_start": start})
         sums = [1.0] * 4 if start == 0 else [1.0, 1.0, 1.0, 0.0]
@@ -134,7 +134,9 @@ def test_later_tokens_and_foreign_slots_change_nothing() -> None:
     given, request = inputs(), request_of("middle")
     for mode in MODES:
         before = token_scores(**given, mode=mode, **request)
-        changed = {name: value.clone() if isinstance(value, Tensor) else value for name, value in given.items()}
+        changed: dict[str, Any] = {
+            name: value.clone() if isinstance(value, Tensor) else value for name, value in given.items()
+        }
         row = changed["slot_table"][changed["request_rows"][0]].long()
         # the window ends at position 56
         changed["kv_c"][row[57:60]] += 1.0
