@@ -28,11 +28,15 @@ def _permute(case: Case, inputs: Inputs, order: list[int]) -> Case:
 
 def _poison(case: Case, inputs: Inputs, requests: set[int], value: float) -> None:
     arguments, parts = inputs.arguments, ranges(case.sizes["query_lens"])
+    rows = arguments["slot_table"][arguments["request_rows"].long()].long()
+    slots = [row[:length] for row, length in zip(rows, case.sizes["context_lens"], strict=True)]
+    # a slot that another request reads as well is not theirs alone
+    others = torch.cat([own for request, own in enumerate(slots) if request not in requests] or [rows.new_empty(0)])
     for request in requests:
-        slots = arguments["slot_table"][arguments["request_rows"][request], : case.sizes["context_lens"][request]]
+        alone = slots[request][~torch.isin(slots[request], others)]
         arguments["q"][parts[request]] = value
-        arguments["kv_c"][slots.long()] = value
-        arguments["k_pe"][slots.long()] = value
+        arguments["kv_c"][alone] = value
+        arguments["k_pe"][alone] = value
 
 
 def _value_weights(arguments: dict[str, Any]) -> Tensor:

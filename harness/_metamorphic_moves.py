@@ -64,6 +64,10 @@ class Moves:
 
 def placed(ledger: Ledger, name: str, content: Tensor, like: Tensor) -> Tensor:
     """``content`` between guard bands of its own, in rows as wide as those of ``like`` and in the same columns."""
+    if content.ndim == 3 and like.stride(0) != like.shape[1] * like.stride(1):
+        # heads are columns of one row per token
+        rows: Tensor = placed(ledger, name, content.flatten(1), like.flatten(1)).unflatten(1, content.shape[1:])
+        return rows
     width = like.stride(-2)
     column = (like.storage_offset() - GUARD_ELEMENTS) % width
     columns = slice(column, column + content.shape[-1])

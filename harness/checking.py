@@ -35,7 +35,7 @@ def check(
     tier: str = "smoke",
     device: str = "auto",
     dtypes: Iterable[str] | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     families: Iterable[str] | None = None,
     max_seconds: float | None = None,
     *,
@@ -48,10 +48,10 @@ def check(
     Args:
         fn: A function that takes the operation's arguments by name, or a name as ``assay check --kernel`` takes it.
         op: The operation that it computes; None for the one that its ``@kernel`` declares.
-        tier: ``smoke`` or ``full``.
+        tier: ``smoke``, ``full`` or ``nightly``.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         dtypes: Of the inputs; all if None.
-        seed: Of the draw of cases and tensors.
+        seed: Of the draw of cases and tensors; None for 0, in the nightly tier for a fresh one, which the report names.
         families: Only these; all if None.
         max_seconds: Start no case after so long; what is left is counted in the summary.
         case: Only the case whose id ends so.
@@ -98,14 +98,15 @@ class _Run:
         tier: str,
         device: str,
         dtypes: Iterable[str] | None,
-        seed: int,
+        seed: int | None,
         families: Iterable[str] | None,
         case: str | None,
     ) -> None:
         from .discovery import load_operation
-        from .options import resolve_device
+        from .options import resolve_device, seed_of
 
-        self._fn, self._tier, self._seed, self._device_name, self._case = fn, tier, seed, device, case
+        self._fn, self._tier, self._device_name, self._case = fn, tier, device, case
+        self._seed = seed_of(tier, seed)
         self._dtypes, self._families = _texts("dtypes", dtypes), _texts("families", families)
         self._op = _operation_name(fn, op)
         self._device: torch.device = resolve_device(device)

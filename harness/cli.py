@@ -69,10 +69,14 @@ def check(
         str | None,
         typer.Option(help="module:function, file.py:function, an entry point, a provider, or a pattern."),
     ] = None,
-    tier: Annotated[str, typer.Option(help="smoke: under two minutes; full: everything.")] = "smoke",
+    tier: Annotated[
+        str, typer.Option(help="smoke: under two minutes; full: everything; nightly: more, from a fresh seed.")
+    ] = "smoke",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[list[str] | None, typer.Option(help="float32, float16 or bfloat16; repeatable.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the draw of cases and tensors.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Of the draw of cases and tensors; 0, in the nightly tier a fresh one.")
+    ] = None,
     geometry: Annotated[str | None, typer.Option(help="R/Dn/Dr/Dv of mla_prefill, Dq/Dv of attention.")] = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Query heads, instead of the tier's own.")] = None,
     shapes: Annotated[Path | None, typer.Option(help="TOML file of cases to judge instead of the tier's.")] = None,
@@ -105,7 +109,7 @@ def check(
     --max-seconds, 7 harness error, 130 interrupted.
     """
     with starting(device=device):
-        from .options import CheckOptions
+        from .options import CheckOptions, seed_of
         from .plan import UsageError
         from .session import run_check
 
@@ -117,7 +121,7 @@ def check(
         tier=tier,
         device=device,
         dtypes=tuple(dtype or ()),
-        seed=seed,
+        seed=seed_of(tier, seed),
         geometry=geometry,
         heads=heads,
         shapes=shapes,

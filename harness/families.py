@@ -9,110 +9,66 @@
 ``visible-nan``    one key of one request is NaN: so must be all its rows, and no others
 ``exact-uniform``  all logits zero, small integer values: every representable mean must come out bit for bit
 ``exact-one-hot``  one key holds all weight and its value names its token: a wrong key shows bit for bit
+
+Those below are drawn less often, for what they show is a matter of few sizes:
+
+``leverage``       each query is drawn to one key, often the last it sees, and that key has an equal one with another
+                   value: maxima tie, values have one sign; slots at the ends of a cache hold such keys, or lures
+``overflow``       keys near the largest number of float16, logits near +60000 and -60000
+``nonfinite-v``    NaN or infinity in the values alone: so must be the output of those columns, and nothing else
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ._families_codes import (
+    ONE_HOT_GAP,
+    code_bits,
+    column_constants,
+    one_hot_strength,
+    sign_code,
+    token_values,
+    uniform_values,
+)
+from ._families_tokens import Tokens, key_seen_by_all, nonfinite_dims, shared_prefixes, tokens_of, visible_nan
+
+__all__ = [
+    "EXACT_FAMILIES",
+    "FAMILIES",
+    "ONE_HOT_GAP",
+    "RARE_FAMILIES",
+    "Tokens",
+    "attention_values",
+    "code_bits",
+    "column_constants",
+    "key_seen_by_all",
+    "latent_values",
+    "nonfinite_dims",
+    "one_hot_strength",
+    "shared_prefixes",
+    "sign_code",
+    "token_values",
+    "tokens_of",
+    "uniform_values",
+    "visible_nan",
+]
+
 EXACT_FAMILIES = ("exact-uniform", "exact-one-hot")
 FAMILIES = ("diffuse", "peaked", "constant-v", "ramp-v", "shifted", "sunken", "visible-nan", *EXACT_FAMILIES)
+RARE_FAMILIES = ("leverage", "overflow", "nonfinite-v")
 
 NOISE = 2.0**-6
 LOGIT_SHIFT = 80.0
 LOGIT_DEPTH = -60000.0
+MOVED_FAMILIES = ("shifted", "sunken", "overflow")
 # half of a logit that lies so deep: its query factor is LOGIT_DEPTH / softmax_scale / DEEP_KEY
 DEEP_KEY = 512.0
-# other keys then weigh less than 1e-17 in all, far below any output format; larger logits would cost accuracy
-ONE_HOT_GAP = 40.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tokens:
-    """Who the packed keys and queries of a batch are.
-
-    Attributes:
-        ramp: ``[S]``, position of each key within its request, from -1 to 1.
-        targets: ``[T]``, one packed key that each query may see, -1 where it sees none.
-    """
-
-    ramp: Tensor
-    targets: Tensor
-
-
-def tokens_of(query_lens: list[int], key_lens: list[int], *, causal: bool, generator: torch.Generator) -> Tokens:
-    """Lay out a packed batch, and draw for each query a visible key, the last one for every other query."""
-    ramps, targets, start = [], [], 0
-    for n, m in zip(query_lens, key_lens, strict=True):
-        ramps.append(torch.linspace(-1, 1, m) if m > 1 else torch.ones(m))
-        last_key = torch.arange(n) + m - n if causal else torch.full((n,), m - 1)
-        drawn = (torch.rand(n, generator=generator) * (last_key + 1)).long()
-        chosen = torch.where(torch.arange(n) % 2 == 0, last_key, drawn)
-        targets.append(torch.where(last_key < 0, -1, chosen + start))
-        start += m
-    return Tokens(ramp=torch.cat(ramps), targets=torch.cat(targets))
-
-
-def visible_nan(family: str, query_lens: list[int], key_lens: list[int]) -> tuple[int, int] | None:
-    """Request and position of the key that is NaN, or None: of the request with the fewest queries, all see it.
-
-    A key that causality hides from some queries of its tile is not asked about: weight 0 times NaN is NaN in the
-    mathematics, too.
-    """
-    fitting = [at for at, (n, m) in enumerate(zip(query_lens, key_lens, strict=True)) if 1 <= n <= m]
-    if family != "visible-nan" or not fitting:
-        return None
-    request = min(fitting, key=lambda at: query_lens[at])
-    return request, (key_lens[request] - query_lens[request]) // 2
-
-
-def column_constants(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """One constant per column, magnitudes spread over the binade [1, 2), both signs."""
-    magnitude = torch.exp2(torch.rand(shape, generator=generator))
-    return magnitude * torch.where(torch.rand(shape, generator=generator) < 0.5, -1.0, 1.0)
-
-
-def code_bits(count: int) -> int:
-    """Bits that tell ``count`` keys apart."""
-    return max(1, math.ceil(math.log2(max(2, count))))
-
-
-def sign_code(numbers: Tensor, width: int, bits: int) -> Tensor:
-    """``[len(numbers), width]`` of +1 and -1: bit ``d % bits`` of each number in column ``d``."""
-    columns = torch.arange(width) % bits
-    return ((numbers[:, None] >> columns) & 1).float() * 2 - 1
-
-
-def one_hot_strength(width: int, bits: int, softmax_scale: float) -> float:
-    """Power of two by which a query multiplies the code of its key, so that all others lie 40 below in the logit.
-
-    Raises:
-        ValueError: If the width cannot hold the code.
-    """
-    repeats = width // bits
-    if repeats == 0:
-        raise ValueError(f"the key width must be at least the {bits} bits of the code, got {width}")
-    return 2.0 ** math.ceil(math.log2(ONE_HOT_GAP / (2 * repeats * softmax_scale)))
-
-
-def token_values(count: int, width: int, bits: int) -> Tensor:
-    """``[count, width]`` of small integers that name their row: its low and high digits, then its sign code."""
-    number = torch.arange(count)
-    digits = torch.stack([number % 128 + 1, number // 128 + 1], dim=1).float()
-    named = torch.cat([digits, sign_code(number, bits, bits)], dim=1)
-    return named[:, torch.arange(width) % named.shape[1]]
-
-
-def uniform_values(count: int, width: int, generator: torch.Generator) -> Tensor:
-    """``[count, width]`` of integers 1 to 7: drawn in even columns, alternating around 5 in odd ones.
-
-    The mean of an alternating column over an even number of keys is exactly 5, so a single lost key shows.
-    """
-    drawn = torch.randint(1, 8, (count, width), generator=generator).float()
-    alternating = 5 + (torch.arange(count) % 2 * 2 - 1).float()[:, None].expand(-1, width)
-    return torch.where(torch.arange(width) % 2 == 0, drawn, alternating)
+# 7/8 of the way to the largest number of float16, exact in every dtype
+LARGE_KEY = 57344.0
+# by how much the logit of a query's own key exceeds the others: against 100 keys it and its twin hold most weight
+LEVERAGE = 6.0
 
 
 def attention_values(
@@ -157,17 +113,48 @@ def attention_values(
         return q, k, slope * constants + NOISE * normal(keys, num_kv_heads, d_v)
     v = normal(keys, num_kv_heads, d_v)
     if family == "peaked":
-        return 8 * q, k, v
+        q *= 8
+    elif family in MOVED_FAMILIES:
+        factor, key = _moved_logits(family, num_heads, keys, generator)
+        q[..., 0], k[..., 0] = factor / softmax_scale, key[:, None]
+    elif family == "leverage":
+        k = k[torch.minimum(torch.arange(keys), tokens.twins)]
+        own = _at(k, tokens.targets).repeat_interleave(num_heads // num_kv_heads, dim=1)
+        q, v[..., ::2] = q + _pull(own, tokens.targets, softmax_scale), 1 + v[..., ::2].abs()
+    elif family not in ("diffuse", "visible-nan", "nonfinite-v"):
+        raise _unknown(family)
+    return q, k, v
+
+
+def _moved_logits(family: str, num_heads: int, keys: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Two factors of which one logit dimension is the product: ``[H]`` of each query head and ``[S]`` of each key."""
     if family == "shifted":
-        sign = 1 - 2 * (torch.arange(num_heads) % 2).float()
-        q[..., 0], k[..., 0] = sign * LOGIT_SHIFT / softmax_scale / 8, 8.0
-        return q, k, v
+        return (1 - 2 * (torch.arange(num_heads) % 2).float()) * LOGIT_SHIFT / 8, torch.full((keys,), 8.0)
     if family == "sunken":
-        q[..., 0], k[..., 0] = LOGIT_DEPTH / softmax_scale / DEEP_KEY, DEEP_KEY
-        return q, k, v
-    if family in ("diffuse", "visible-nan"):
-        return q, k, v
-    raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
+        return torch.full((num_heads,), LOGIT_DEPTH / DEEP_KEY), torch.full((keys,), DEEP_KEY)
+    sign = 1 - 2 * torch.randint(2, (keys,), generator=generator).float()
+    return torch.full((num_heads,), LOGIT_DEPTH / LARGE_KEY), LARGE_KEY * sign
+
+
+def _pull(keys: Tensor, targets: Tensor, softmax_scale: float) -> Tensor:
+    """What to add to the queries, ``[T, H, D]``, so that the logit of each one's target rises by ``LEVERAGE``.
+
+    Args:
+        keys: ``[T, H, D]``, the target of each query as its head sees it.
+        targets: ``[T]``, -1 where there is none.
+        softmax_scale: Factor on the logits.
+    """
+    towards = keys / keys.square().sum(-1, keepdim=True).clamp(min=1e-6)
+    return LEVERAGE / softmax_scale * towards * (targets >= 0)[:, None, None]
+
+
+def _at(rows: Tensor, targets: Tensor) -> Tensor:
+    """The row of each query's target; any row, or 0 where there are none, for a query without one."""
+    return rows[targets.clamp(min=0)] if len(rows) else rows.new_zeros(len(targets), *rows.shape[1:])
+
+
+def _unknown(family: str) -> ValueError:
+    return ValueError(f"family must be one of {', '.join((*FAMILIES, *RARE_FAMILIES))}, got {family!r}")
 
 
 def latent_values(
@@ -197,6 +184,8 @@ def latent_values(
         return torch.randn(shape, generator=generator)
 
     if family in EXACT_FAMILIES:
+        if not torch.equal(tokens.shared, torch.arange(keys)):
+            raise ValueError(f"layout must not share slots in {family}, whose values name their token")
         return _exact_latent_values(
             family, tokens, num_heads, kv_lora_rank, d_nope, d_rope, d_v, softmax_scale, generator
         )
@@ -213,19 +202,32 @@ def latent_values(
         w_uv[..., 0 if family == "constant-v" else 1] = column_constants((num_heads, d_v), generator)
     elif family == "peaked":
         q *= 8
-    elif family in ("shifted", "sunken"):
-        sign = 1 - 2 * (torch.arange(num_heads) % 2).float()
-        factor = sign * LOGIT_SHIFT / 8 if family == "shifted" else torch.full((num_heads,), LOGIT_DEPTH / DEEP_KEY)
-        key = 8.0 if family == "shifted" else DEEP_KEY
+    elif family in MOVED_FAMILIES:
+        factor, key = _moved_logits(family, num_heads, keys, generator)
         q[..., -1 if d_rope else 0] = factor / softmax_scale
         if d_rope:
             k_pe[:, -1] = key
         else:
-            # the shifting key dimension is the constant channel alone, so that its projection is exact
-            kv_c[:, 0], w_uk[:, 0, :] = 1.0, 0.0
-            w_uk[:, 0, 0] = key
+            # the moving key dimension is the sign channel alone, so that its projection is exact
+            kv_c[:, 0], w_uk[:, 0, :] = key.sign(), 0.0
+            w_uk[:, 0, 0] = key.abs().max()
+    elif family == "leverage":
+        if kv_lora_rank < 2:
+            raise ValueError(f"kv_lora_rank must be at least 2 for {family}, got {kv_lora_rank}")
+        twins = torch.minimum(torch.arange(keys), tokens.twins)
+        # channel 0 is seen by the values alone: equal keys have different ones, most of one sign
+        kv_c, k_pe = torch.cat([1 + kv_c[:, :1].abs(), kv_c[twins, 1:]], dim=1), k_pe[twins]
+        w_uk[..., 0], w_uv[..., 0] = 0.0, 1.0
+    elif family == "nonfinite-v":
+        # no latent can be undefined for the values alone; a row of their projection can
+        w_uv[-1, -1, 0] = torch.nan
     elif family not in ("diffuse", "visible-nan"):
-        raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
+        raise _unknown(family)
+    kv_c, k_pe = kv_c[tokens.shared], k_pe[tokens.shared]
+    if family == "leverage":
+        latent, rope = _at(kv_c, tokens.targets), _at(k_pe, tokens.targets)[:, None].expand(-1, num_heads, -1)
+        own = torch.cat([torch.einsum("tr,hdr->thd", latent, w_uk), rope], dim=-1)
+        q = q + _pull(own, tokens.targets, softmax_scale)
     return q, kv_c, k_pe, torch.cat([w_uk, w_uv], dim=1)
 
 

@@ -164,11 +164,17 @@ def lse_limit(c: Companions, u: Roundoffs, d_qk: int, splits: int) -> Tensor:
 
 
 def nonfinite_gates(out: Tensor, lse: Tensor, outline: Outline) -> list[GateResult]:
-    """G1 over all elements: finite, but ``(0, -inf)`` in rows that see no key and NaN in rows that see one."""
+    """G1 over all elements: finite, but ``(0, -inf)`` in rows that see no key and NaN in rows that see one.
+
+    Columns of values that are NaN or infinite at a visible key are so in the output; the log-sum-exp is finite there.
+    """
     empty = outline.empty_rows.to(out.device)
     undefined = torch.zeros_like(empty) if outline.nan_rows is None else outline.nan_rows.to(out.device)
     bad_out = torch.where(undefined[:, None, None], ~out.isnan(), ~torch.isfinite(out))
     bad_out = bad_out | (empty[:, None, None] & (out != 0))
+    for column in outline.undefined_columns:
+        place = column.rows.to(out.device), column.heads, column.dim
+        bad_out[place] = ~out[place].isnan() if math.isnan(column.value) else out[place] != column.value
     bad_lse = torch.where(empty[:, None], lse != float("-inf"), ~torch.isfinite(lse))
     bad_lse = torch.where(undefined[:, None], ~lse.isnan(), bad_lse)
     results = []
@@ -184,11 +190,19 @@ def nonfinite_gates(out: Tensor, lse: Tensor, outline: Outline) -> list[GateResu
                 dim=index[2] if name == "out" else None,
                 got=float(values[tuple(index)]),
                 # a finite value has no one right number here
-                expected=(0.0 if name == "out" else -math.inf) if is_empty else math.nan,
+                expected=(0.0 if name == "out" else -math.inf) if is_empty else _undefined(outline, index),
             )
         text = f"{int(bad.sum())} of {bad.numel()} elements of {name}"
         results.append(GateResult(gate=f"G1 {name}", ratio=math.inf if where else 0.0, where=where, text=text))
     return results
+
+
+def _undefined(outline: Outline, index: list[int]) -> float:
+    """The infinity that an element must be, or NaN."""
+    for column in outline.undefined_columns:
+        if index[2:] == [column.dim] and column.rows[index[0]] and column.heads.start <= index[1] < column.heads.stop:
+            return column.value
+    return math.nan
 
 
 def exact_elements(c: Companions, rows: Rows, out_dtype: torch.dtype, family: str) -> Tensor:

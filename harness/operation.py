@@ -54,10 +54,27 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UndefinedColumn:
+    """Elements of ``out`` that are no finite numbers because a visible key has such a value in their column.
+
+    Attributes:
+        rows: ``[T]``, bool, CPU.
+        heads: Query heads.
+        dim: The column.
+        value: NaN, or an infinity.
+    """
+
+    rows: Tensor
+    heads: slice
+    dim: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
     """Shape of the answer: ``[T, H, Dv]``, which rows see no key (``[T]``, bool, CPU), and the owner of each row.
 
-    ``nan_rows``, ``[T]``, tells the rows that see a NaN and must say so; None for none.
+    ``nan_rows``, ``[T]``, tells the rows that see a NaN among their keys and must say so; None for none.
     """
 
     num_tokens: int
@@ -66,6 +83,7 @@ class Outline:
     empty_rows: Tensor
     requests: Tensor
     nan_rows: Tensor | None = None
+    undefined_columns: tuple[UndefinedColumn, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

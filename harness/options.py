@@ -1,5 +1,6 @@
 """The options of ``assay check``, and what they stand for: operations, a device, a request for cases."""
 
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +48,13 @@ class CheckOptions:
         """Whether no option leaves cases of the tier out."""
         narrowed = (self.dtypes, self.geometry, self.heads, self.shapes, self.case_id, self.family, self.shard)
         return not any(narrowed)
+
+
+def seed_of(tier: str, seed: int | None) -> int:
+    """The seed as given, or else 0; of the nightly tier a fresh one, which is printed and repeats its plan."""
+    if seed is not None:
+        return seed
+    return secrets.randbelow(2**31) if tier == "nightly" else 0
 
 
 def resolve_device(name: str) -> torch.device:

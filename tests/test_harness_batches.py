@@ -5,7 +5,16 @@ import math
 import numpy as np
 import pytest
 
-from assay.harness.batches import Batch, log_uniform, uneven_batch
+from assay.harness.batches import (
+    TILES,
+    Batch,
+    at_edge,
+    decode_batch,
+    draw_scale,
+    edge_batch,
+    log_uniform,
+    uneven_batch,
+)
 
 
 def batch(seed: int, *, requests: int = 6, longest: int = 200, most_queries: int = 33, chunk: int = 17) -> Batch:
@@ -62,3 +71,39 @@ def test_both_ends_are_drawn() -> None:
     rng = np.random.default_rng(1)
     assert {log_uniform(rng, 3, 5) for _ in range(200)} == {3, 4, 5}
     assert log_uniform(rng, 4, 4) == 4
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_decoding_batch_has_one_query_each_and_contexts_of_every_size(seed: int) -> None:
+    drawn = decode_batch(np.random.default_rng(seed), requests=40, longest=5000)
+    assert drawn.query_lens == [1] * 40
+    assert max(drawn.context_lens) == 5000
+    assert min(drawn.context_lens) >= 1
+    # a log-uniform draw, not one close below the longest
+    assert sum(context < 70 for context in drawn.context_lens) >= 10
+
+
+def test_lengths_lie_at_tile_edges_and_beside_them() -> None:
+    rng = np.random.default_rng(0)
+    around = {1, *(tile + off for tile in TILES for off in (-1, 0, 1))}
+    drawn = edge_batch(rng, requests=600, most_queries=129, longest=129)
+    pairs = list(zip(drawn.query_lens, drawn.context_lens, strict=True))
+    assert {context for _, context in pairs} == around
+    assert {queries for queries, _ in pairs} == around
+    assert all(queries <= context for queries, context in pairs)
+    # each is drawn for itself, so that most pairs occur
+    assert len(set(pairs)) > 60
+    assert {at_edge(rng, 16) for _ in range(60)} == {1, 15, 16}
+    assert at_edge(rng, 1) == 1
+
+
+@pytest.mark.parametrize("width", [8, 24, 192, 512])
+def test_scales_are_drawn_around_the_usual_one_and_above_1_but_at_neither(width: int) -> None:
+    rng, usual = np.random.default_rng(3), width**-0.5
+    drawn = [draw_scale(rng, width) for _ in range(400)]
+    for special in (usual, 1.0):
+        assert min(abs(math.log(scale / special)) for scale in drawn) > math.log(1.2)
+    assert min(drawn) < 0.4 * usual
+    assert max(drawn) > 2.5
+    assert 60 <= sum(scale > 1 for scale in drawn) <= 200
+    assert all(float(f"{scale:.4g}") == scale for scale in drawn)

@@ -9,6 +9,7 @@ from builders import attention_case, mla_case
 from assay.harness import operations
 from assay.harness.case import GENERATOR_VERSION, Case, plan_digest
 from assay.harness.operation import CaseRequest
+from assay.harness.plan import TIERS
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -19,17 +20,17 @@ def drawn(op: str, tier: str = "smoke", seed: int = 0) -> list[Case]:
 
 GOLDEN = {
     "attention": (
-        "attention-diffuse-float32-ab5b5e5f",
-        "attention-sunken-float16-64803a79",
-        "attention-ramp-v-bfloat16-65fa819c",
+        "attention-diffuse-float32-d6b15c2a",
+        "attention-exact-uniform-float16-bccb8114",
+        "attention-nonfinite-v-float32-c27f5184",
     ),
     "mla_prefill": (
-        "mla_prefill-diffuse-float32-017e3401",
-        "mla_prefill-exact-uniform-float16-992fc127",
-        "mla_prefill-captured-bfloat16-e25ae371",
+        "mla_prefill-diffuse-float32-69823e8c",
+        "mla_prefill-exact-uniform-float16-9ac17d3c",
+        "mla_prefill-nonfinite-v-float32-c2a5f465",
     ),
 }
-DIGESTS = {"attention": "7ce171e9404a", "mla_prefill": "2df625c8b383"}
+DIGESTS = {"attention": "4938dfc1400b", "mla_prefill": "1f1a771ef10b"}
 
 
 @pytest.mark.parametrize("op", operations.NAMES)
@@ -41,7 +42,7 @@ def test_the_plan_of_seed_zero_does_not_move(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", operations.NAMES)
-@pytest.mark.parametrize("tier", ["smoke", "full"])
+@pytest.mark.parametrize("tier", TIERS)
 def test_ids_are_distinct_and_seeds_change_them(op: str, tier: str) -> None:
     cases = drawn(op, tier)
     assert len({case.id for case in cases}) == len(cases)

@@ -11,7 +11,8 @@ from torch import Tensor
 from assay.harness import families
 from assay.harness.case import Case
 from assay.harness.companions import companions
-from assay.harness.families import FAMILIES, Tokens, attention_values, latent_values, tokens_of
+from assay.harness.families import FAMILIES, RARE_FAMILIES, Tokens, attention_values, latent_values, tokens_of
+from assay.harness.poison import same_bits
 from assay.reference.attention import masked_logits
 from assay.reference.mla_prefill import expand_latent
 
@@ -164,20 +165,20 @@ def test_the_shifting_dimension_is_projected_exactly() -> None:
         assert not torch.equal(k[..., 1].bfloat16().double(), k[..., 1])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + RARE_FAMILIES)
 def test_a_seed_gives_the_same_values_and_another_seed_others(family: str) -> None:
     def draw(seed: int) -> list[Tensor]:
         drawn = attention_values(family, small_tokens(), generator=seeded(seed), **ATTENTION_SIZES)
         return [*drawn, *latent_values(family, small_tokens(), generator=seeded(seed), **LATENT_SIZES)]
 
-    assert all(torch.equal(a, b) for a, b in zip(draw(1), draw(1), strict=True))
+    assert all(same_bits(a, b) for a, b in zip(draw(1), draw(1), strict=True))
     if family != "exact-one-hot":
         # one-hot values are decided by the tokens alone
         assert not all(torch.equal(a, b) for a, b in zip(draw(1), draw(2), strict=True))
 
 
 def test_an_unknown_family_is_refused() -> None:
-    expected = "family must be one of diffuse, .*, exact-one-hot, got 'gaussian'"
+    expected = "family must be one of diffuse, .*, nonfinite-v, got 'gaussian'"
     with pytest.raises(ValueError, match=expected):
         attention_values("gaussian", small_tokens(), generator=seeded(0), **ATTENTION_SIZES)
     with pytest.raises(ValueError, match=expected):
@@ -237,3 +238,72 @@ def test_the_strength_of_a_query_is_the_smallest_power_of_two_that_reaches_the_g
         reached = strength * 2 * (width // bits) * scale
         assert families.ONE_HOT_GAP <= reached < 2 * families.ONE_HOT_GAP
         assert math.log2(strength).is_integer()
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("dtype", ["float32", *HALVES])
+def test_overflowing_keys_give_logits_of_both_signs_near_the_largest_of_float16(make: Any, dtype: str) -> None:
+    case = make("overflow", dtype, query_lens=[4], **{_context(make): [60]})
+    (logits,), (rows,) = logits_of(case), rows_of(case)
+    seen = logits[logits > -math.inf]
+    assert float((seen.abs() - 60000).abs().max()) < 400
+    assert 0.25 < float((seen > 0).double().mean()) < 0.75
+    assert float(rows.k.abs().max()) == families.LARGE_KEY
+    assert bool(torch.isfinite(torch.tensor(families.LARGE_KEY).to(torch.float16)))
+
+
+def test_without_a_rope_part_the_large_keys_are_projected_exactly() -> None:
+    k, _ = projected(mla_case("overflow", "float16", d_rope=0))
+    assert set(k[..., 0].unique().tolist()) == {-families.LARGE_KEY, families.LARGE_KEY}
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("dtype", ["float32", *HALVES])
+def test_leverage_draws_a_query_to_a_key_that_has_an_equal_one(make: Any, dtype: str) -> None:
+    case = make("leverage", dtype, query_lens=[6], **{_context(make): [50]})
+    (rows,), (logits,) = rows_of(case), logits_of(case)
+    # a key and the one that is as far from the other end
+    assert torch.equal(rows.k, rows.k.flip(0))
+    assert not torch.equal(rows.v, rows.v.flip(0))
+    weights = logits.softmax(-1)
+    for query in range(6):
+        last = int(rows.last_key[query])
+        # every other query is drawn to the last key it sees
+        chosen = weights[query, :, : last + 1].sort(-1, descending=True)
+        assert float(chosen.values[:, :2].sum(-1).min()) > 0.4
+        if query % 2 == 0:
+            assert bool((chosen.indices[:, :2] == last).any(-1).all())
+        if last == 49:
+            assert torch.equal(chosen.values[:, 0], chosen.values[:, 1])
+    # rounding in one direction adds up only if values have one sign
+    assert float((rows.v[..., ::2] > 0).double().mean()) > 0.8
+
+
+@pytest.mark.parametrize("d_v", [1, 2, 3, 16])
+def test_undefined_dimensions_begin_with_the_last(d_v: int) -> None:
+    dims = families.nonfinite_dims(d_v)
+    assert math.isnan(dims[d_v - 1])
+    assert set(dims) <= set(range(d_v))
+    assert len(dims) == min(3, d_v)
+    assert dict(dims).get(0, math.inf) == math.inf or d_v == 1
+
+
+def test_a_key_seen_by_all_lies_in_the_request_with_the_fewest_queries() -> None:
+    assert families.key_seen_by_all([0, 5, 2, 9], [4, 9, 8, 3]) == (2, 3)
+    # no request has as many keys as queries
+    assert families.key_seen_by_all([0, 5], [4, 3]) is None
+
+
+def test_shared_prefixes_are_parts_of_both_histories() -> None:
+    assert families.shared_prefixes([1, 2, 5, 1, 1], [9, 7, 5, 40, 3]) == [0, 4, 0, 0, 0]
+    assert families.shared_prefixes([1], [9]) == [0]
+    tokens = tokens_of([1, 2], [5, 6], causal=True, generator=seeded(0), prefixes=[0, 3])
+    assert tokens.shared.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 8, 9, 10]
+    assert tokens.twins.tolist() == [4, 3, 2, 1, 0, 10, 9, 8, 7, 6, 5]
+
+
+@pytest.mark.parametrize("family", families.EXACT_FAMILIES)
+def test_values_that_name_their_token_are_not_shared(family: str) -> None:
+    tokens = tokens_of([1, 2], [5, 6], causal=True, generator=seeded(0), prefixes=[0, 3])
+    with pytest.raises(ValueError, match=f"layout must not share slots in {family}"):
+        latent_values(family, tokens, generator=seeded(0), **LATENT_SIZES)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from assay.harness.case import Case
 from assay.harness.contract import Contract, default_contract
-from assay.harness.families import FAMILIES
+from assay.harness.families import FAMILIES, RARE_FAMILIES
 from assay.reference import attention as oracle
 from assay.reference import mla_prefill as mla_oracle
 
@@ -53,7 +53,7 @@ def held_to(case: Case, style: Style) -> Contract:
 
 
 @pytest.mark.parametrize("make", [attention_case, mla_case])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + RARE_FAMILIES)
 def test_no_honest_kernel_is_rejected(make: Callable[..., Case], family: str) -> None:
     rejected = []
     for dtype in ("float32", "float16", "bfloat16"):
@@ -84,7 +84,7 @@ def by_lse(case: Case) -> Answer:
 
 
 @pytest.mark.parametrize("make", [attention_case, mla_case])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + RARE_FAMILIES)
 def test_plain_torch_in_float32_is_not_rejected(make: Callable[..., Case], family: str) -> None:
     cases = [make(family, seed=seed) for seed in range(20)]
     assert [case.seed for case in cases if failing(gates_of(case, by_softmax(case)))] == []

@@ -29,7 +29,7 @@ MLA = operations.load("mla_prefill")
 INF, NAN = math.inf, math.nan
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("page_size", [1, 2, 16, 53, 61, 64, 69])
 @pytest.mark.parametrize("lengths", [[1], [16, 64, 17, 65], [5, 0, 0, 129], [0]])
 def test_pages_belong_to_one_request_each_and_the_first_and_last_to_none(lengths: list[int], page_size: int) -> None:
     placed = place(lengths, page_size, seed=1)

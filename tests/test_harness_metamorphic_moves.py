@@ -1,5 +1,6 @@
 """The moves behind the metamorphic relations: the oracle's answer to a rearranged case is the rearranged answer."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +26,11 @@ def ask_oracle(case: Case, arguments: dict[str, Any]) -> Answer:
     return mla_oracle.mla_prefill(**{name: value for name, value in exact.items() if name != "history_chunk_size"})
 
 
-@pytest.mark.parametrize("case", [ATTENTION, FULL, MLA, mla_case(seed=7, layout="bundled")], ids=str)
+FUSED = replace(ATTENTION, sizes=ATTENTION.sizes | {"layout": "fused", "num_heads": 3, "d_v": 20})
+SHARED = replace(MLA, sizes=MLA.sizes | {"layout": "shared", "context_lens": [45, 35, 18, 33]})
+
+
+@pytest.mark.parametrize("case", [ATTENTION, FULL, FUSED, MLA, mla_case(seed=7, layout="bundled"), SHARED], ids=str)
 def test_no_move_changes_the_question(case: Case) -> None:
     moves, operation = MOVES[case.op], operation_of(case)
     inputs = operation.inputs(case, CPU)

@@ -5,11 +5,12 @@ from typing import Any
 import numpy as np
 
 from ..activations import captured_sizes
-from ..batches import Batch, uneven_batch
+from ..batches import Batch, decode_batch, draw_scale, edge_batch, log_uniform, uneven_batch
 from ..case import Case
-from ..families import FAMILIES
+from ..families import FAMILIES, RARE_FAMILIES
 from ..operation import CaseRequest
 
+LAYOUTS = ("split", "bundled", "shared", "vast")
 # (R, Dn, Dr, Dv, heads): small ones for every machine, then models as one GPU sees them
 SMALL = (64, 32, 16, 24, 3)
 SMALL_NOPE = (64, 32, 0, 32, 2)
@@ -19,7 +20,7 @@ MODELS = (
     (512, 192, 64, 256, 20),  # GLM-4.7-Flash
     (512, 256, 0, 256, 16),  # GLM-5.3-Flash, 4 GPUs: no rope part
 )
-CHUNK_SIZES = (1, 17, 64, 4096, 16384)
+CHUNK_SIZES = (17, 64, 4096)
 # family, longest context and history chunk of the cases at model sizes
 LONG_CASES = (
     ("diffuse", 8192, 4096),
@@ -29,53 +30,110 @@ LONG_CASES = (
     ("peaked", 65536, 16384),
     ("diffuse", 65536, 16384),
 )
+# cuDNN plans each of its many shapes anew: one dtype at full length is enough
+SHORTENED = {("peaked", "float16"): 9000}
 # the float64 oracle and the twins together stay within seconds below this on two cores
 CPU_PRODUCTS = 1 << 31
+NIGHTLY_CASES = 60
 
 
 def mla_prefill_cases(request: CaseRequest) -> list[Case]:
-    """Smoke: every family and every chunk size on small batches, and real activations. Full: models, long contexts."""
+    """Smoke: every family and chunk size on small batches, real activations. Full: models. Nightly: all is drawn."""
     draw = _Draw(request)
     for dtype in request.dtypes:
         for at, family in enumerate(FAMILIES):
-            draw.add(
-                family, dtype, SMALL, draw.batch(requests=5, longest=129, most_queries=33, chunk=17), chunk=17, at=at
-            )
+            batch = draw.batch(requests=4, longest=129, most_queries=33, chunk=17)
+            draw.add(family, dtype, SMALL, batch, chunk=17, layout=LAYOUTS[at % 2])
         draw.add("ramp-v", dtype, SMALL, Batch(query_lens=[3, 1], context_lens=[343, 2]), chunk=17)
         draw.add("exact-uniform", dtype, SMALL, Batch(query_lens=[8, 1, 64], context_lens=[64, 65, 128]), chunk=64)
-        # passes over more keys than a low-precision sum can count, and longer than one tile can hide
+        # passes over more keys than a low-precision sum can count, and longer than one tile or table can hide
         draw.add("exact-uniform", dtype, SMALL, Batch(query_lens=[1], context_lens=[304]), chunk=4096)
-        draw.add("ramp-v", dtype, SMALL, Batch(query_lens=[8], context_lens=[700]), chunk=4096)
+        draw.add("ramp-v", dtype, SMALL, Batch(query_lens=[8], context_lens=[1100]), chunk=4096)
         # more requests and queries than a tile counts, equal lengths, a history of exactly two and of many chunks
         queries, contexts = [2, 1, 130, 2, 2, 1, 3, 1, 1, 4], [34, 1, 130, 34, 40, 600, 3, 17, 17, 20]
         draw.add("diffuse", dtype, SMALL, Batch(query_lens=queries, context_lens=contexts), chunk=16)
         for chunk in CHUNK_SIZES:
-            longest = 20 if chunk == 1 else 65 if chunk == 17 else 193
-            batch = draw.batch(requests=3, longest=longest, most_queries=17, chunk=chunk)
+            batch = draw.batch(requests=3, longest=65 if chunk == 17 else 193, most_queries=17, chunk=chunk)
             draw.add("diffuse", dtype, SMALL_NOPE if chunk == 64 else SMALL, batch, chunk=chunk)
         draw.captured(dtype, queries=70, tokens=384, chunk=64)
+    # more chunks than a table of 32 can name
+    for dtype in dict.fromkeys((draw.dtype(1), draw.dtype(2))):
+        draw.add("diffuse", dtype, SMALL, Batch(query_lens=[1, 2], context_lens=[35, 4]), chunk=1)
+    # what a path of its own may be wrong in: decoding, prefixes that two requests share
+    decoding = Batch(query_lens=[1, 1, 1], context_lens=[30, 41, 1])
+    draw.add("leverage", draw.dtype(1), SMALL, decoding, chunk=17, layout="shared")
+    for turn, family in ((1, "overflow"), (0, "nonfinite-v")):
+        batch = draw.batch(requests=2, longest=40, most_queries=9, chunk=17)
+        draw.add(family, draw.dtype(turn), SMALL, batch, chunk=17)
     if request.tier != "smoke":
         _full_cases(draw)
+    if request.tier == "nightly":
+        for _ in range(NIGHTLY_CASES):
+            _nightly_case(draw)
     return draw.cases
 
 
 def _full_cases(draw: "_Draw") -> None:
-    for dtype in draw.request.dtypes:
-        for family in FAMILIES:
-            for chunk, longest in ((17, 300), (64, 700), (4096, 700)):
-                batch = draw.batch(requests=8, longest=longest, most_queries=129, chunk=chunk)
-                draw.add(family, dtype, SMALL, batch, chunk=chunk, at=chunk)
+    for at, dtype in enumerate(draw.request.dtypes):
+        for which, family in enumerate((*FAMILIES, *RARE_FAMILIES)):
+            for turn, (chunk, longest) in enumerate(((17, 300), (64, 700), (4096, 700))):
+                # one dtype is enough for the longest chunk, and one chunk for what a few sizes show
+                if dtype == draw.dtype(which + turn) or (chunk < 4096 and family in FAMILIES):
+                    batch = draw.batch(requests=8, longest=longest, most_queries=129, chunk=chunk)
+                    draw.add(family, dtype, SMALL, batch, chunk=chunk, layout=LAYOUTS[chunk % 2])
         draw.captured(dtype, queries=384, tokens=384, chunk=64)
         draw.captured(dtype, queries=17, tokens=384, chunk=17)
-        for model in MODELS:
-            # the peaked small batch runs on a CPU as well; the long ones are for a device
-            draw.add(
-                "peaked", dtype, model, Batch(query_lens=[5, 1], context_lens=[70, 33]), chunk=64, device_cap=False
-            )
+        for which, model in enumerate(MODELS):
+            # the small batch runs on a CPU as well; the long ones are for a device
+            family = "peaked" if dtype == "float32" or (which + at) % 2 else "leverage"
+            small = Batch(query_lens=[5, 1], context_lens=[70, 33])
+            draw.add(family, dtype, model, small, chunk=64, device_cap=False)
             # nobody keeps a float32 latent cache of that length
             for family, longest, chunk in LONG_CASES if dtype != "float32" else ():
+                longest = SHORTENED.get((family, dtype), longest)
                 batch = draw.batch(requests=6, longest=longest, most_queries=min(1024, longest), chunk=chunk)
                 draw.add(family, dtype, model, batch, chunk=chunk)
+    _path_cases(draw)
+
+
+def _path_cases(draw: "_Draw") -> None:
+    """Batches for which kernels have paths of their own; the dtypes take turns."""
+    edges = edge_batch(draw.rng, requests=10, most_queries=129, longest=129)
+    draw.add("diffuse", draw.dtype(0), SMALL, edges, chunk=64, layout="shared")
+    prefixes = draw.batch(requests=6, longest=300, most_queries=33, chunk=17)
+    draw.add("peaked", draw.dtype(2), SMALL, prefixes, chunk=17, layout="shared")
+    decoding = decode_batch(draw.rng, requests=12, longest=1500)
+    draw.add("peaked", draw.dtype(1), SMALL_NOPE, decoding, chunk=256)
+    draw.add("leverage", draw.dtype(2), SMALL, decoding, chunk=64, layout="bundled")
+    draw.add("ramp-v", draw.dtype(1), SMALL, Batch(query_lens=[7], context_lens=[1100]), chunk=16)
+    draw.add("diffuse", draw.dtype(1), SMALL, Batch(query_lens=[3, 1], context_lens=[300, 5]), chunk=16384)
+    tiny = draw.batch(requests=2, longest=3000, most_queries=33, chunk=512)
+    tiny.query_lens.extend([1] * 30)
+    tiny.context_lens.extend(log_uniform(draw.rng, 1, 9) for _ in range(30))
+    draw.add("diffuse", draw.dtype(0), SMALL, tiny, chunk=512)
+    vast = draw.batch(requests=3, longest=200, most_queries=17, chunk=64)
+    draw.add("diffuse", draw.dtype(2), MODELS[0], vast, chunk=64, layout="vast")
+
+
+def _nightly_case(draw: "_Draw") -> None:
+    """One case of which nothing is chosen: family, sizes, scale, layout, chunk and batch are drawn."""
+    rng = draw.rng
+    families = (*FAMILIES, *RARE_FAMILIES)
+    family = families[int(rng.integers(len(families)))]
+    # a token's code takes so much of the latent
+    rank, d_nope = log_uniform(rng, 40, 512), log_uniform(rng, 24, 256)
+    model = (rank, d_nope, 8 * int(rng.integers(9)), log_uniform(rng, 1, 256), log_uniform(rng, 1, 32))
+    requests, longest, chunk = log_uniform(rng, 1, 24), log_uniform(rng, 32, 8192), log_uniform(rng, 1, 8192)
+    # no kernel is asked for thousands of passes
+    chunk = max(chunk, longest // 64)
+    if rng.integers(3):
+        most = log_uniform(rng, 8, 512)
+        batch = draw.batch(requests=requests, longest=longest, most_queries=most, chunk=chunk)
+    else:
+        batch = decode_batch(rng, requests=requests, longest=longest)
+    alone = family in ("visible-nan", "exact-uniform", "exact-one-hot")
+    layout = LAYOUTS[int(rng.integers(2 if alone else 3))]
+    draw.add(family, draw.dtype(int(rng.integers(3))), model, batch, chunk=chunk, layout=layout)
 
 
 class _Draw:
@@ -84,10 +142,14 @@ class _Draw:
     def __init__(self, request: CaseRequest) -> None:
         self.request = request
         self.cases: list[Case] = []
-        self._rng = np.random.default_rng([request.seed, 2])
+        self.rng = np.random.default_rng([request.seed, 2])
+
+    def dtype(self, turn: int) -> str:
+        """One of the dtypes asked for, for cases that one is enough for."""
+        return self.request.dtypes[turn % len(self.request.dtypes)]
 
     def batch(self, *, requests: int, longest: int, most_queries: int, chunk: int) -> Batch:
-        return uneven_batch(self._rng, requests=requests, longest=longest, most_queries=most_queries, chunk=chunk)
+        return uneven_batch(self.rng, requests=requests, longest=longest, most_queries=most_queries, chunk=chunk)
 
     def add(
         self,
@@ -97,7 +159,7 @@ class _Draw:
         batch: Batch,
         *,
         chunk: int,
-        at: int = 0,
+        layout: str = "split",
         device_cap: bool = True,
     ) -> None:
         rank, d_nope, d_rope, d_v, heads = model
@@ -110,17 +172,16 @@ class _Draw:
             "d_nope": d_nope,
             "d_rope": d_rope,
             "d_v": d_v,
-            # never the default factor, so that a kernel that ignores the argument is found
-            "softmax_scale": 0.83 * (d_nope + d_rope) ** -0.5,
+            "softmax_scale": draw_scale(self.rng, d_nope + d_rope),
             "query_lens": batch.query_lens,
             "context_lens": batch.context_lens,
             "history_chunk_size": chunk,
-            "layout": "bundled" if at % 2 else "split",
+            "layout": layout,
         }
         expansion = sum(batch.context_lens) * heads * rank * (d_nope + d_v)
         pairs = sum(n * c for n, c in zip(batch.query_lens, batch.context_lens, strict=True))
         products = expansion + pairs * heads * (d_nope + d_rope + d_v)
-        self._append(family, dtype, sizes, needs_device=device_cap and products > CPU_PRODUCTS)
+        self._append(family, dtype, sizes, needs_device=layout == "vast" or (device_cap and products > CPU_PRODUCTS))
 
     def captured(self, dtype: str, *, queries: int, tokens: int, chunk: int) -> None:
         if self.request.geometry or self.request.heads:
@@ -129,6 +190,6 @@ class _Draw:
         self._append("captured", dtype, sizes | {"history_chunk_size": chunk, "layout": "bundled"}, needs_device=False)
 
     def _append(self, family: str, dtype: str, sizes: dict[str, Any], *, needs_device: bool) -> None:
-        seed = int(self._rng.integers(2**31))
+        seed = int(self.rng.integers(2**31))
         case = Case(op="mla_prefill", family=family, dtype=dtype, seed=seed, sizes=sizes, needs_device=needs_device)
         self.cases.append(case)

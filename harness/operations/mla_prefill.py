@@ -13,12 +13,13 @@ from ...reference.mla_prefill import expand_latent, requests
 from ..activations import captured_latents
 from ..case import Case
 from ..contract import Contract, default_contract
-from ..families import latent_values, tokens_of, visible_nan
-from ..operation import CaseRequest, Inputs, Kernel, Outline, Rows
+from ..families import latent_values, shared_prefixes, tokens_of, visible_nan
+from ..operation import CaseRequest, Inputs, Kernel, Outline, Rows, UndefinedColumn
 from ..poison import Ledger
 from ..providers import BY_NAME, interpreted_tiles_refusal, known_providers, provider_refusal
 from ..sampling import sample_heads, sample_queries, sample_requests
-from ._mla_prefill_cases import mla_prefill_cases
+from ._mla_prefill_cases import LAYOUTS, mla_prefill_cases
+from ._mla_prefill_layout import caches_of, far_apart, slots_of, stored
 
 SIZES = ("num_heads", "kv_lora_rank", "d_nope", "d_rope", "d_v", "softmax_scale")
 
@@ -46,11 +47,15 @@ class MlaPrefill:
         return mla_prefill_cases(request)
 
     def inputs(self, case: Case, device: torch.device) -> Inputs:
-        """Values of the family, scattered over permuted slots of a cache that is NaN wherever no token lies."""
+        """Values of the family, scattered over permuted slots of a cache that is NaN wherever no token lies.
+
+        In ``leverage`` the first and the last slot hold a lure instead, the copy of a key that queries are drawn to.
+        """
         sizes, ledger = case.sizes, Ledger()
         generator = torch.Generator().manual_seed(case.seed)
         query_lens, context_lens = sizes["query_lens"], sizes["context_lens"]
-        tokens = tokens_of(query_lens, context_lens, causal=True, generator=generator)
+        prefixes = _prefixes(case)
+        tokens = tokens_of(query_lens, context_lens, causal=True, generator=generator, prefixes=prefixes)
         if case.family == "captured":
             values = captured_latents(sizes["captured"], query_lens, context_lens)
         else:
@@ -59,16 +64,19 @@ class MlaPrefill:
         if undefined is not None:
             values[1][sum(context_lens[: undefined[0]]) + undefined[1]] = torch.nan
         q, kv_c, k_pe, kv_b_proj = (tensor.to(device).to(getattr(torch, case.dtype)) for tensor in values)
-        slots, slot_table, rows = _layout(context_lens, generator)
-
+        slots, slot_table, rows = slots_of(context_lens, tokens.shared, generator)
         num_slots = len(slots) + len(slots) // 4 + 2
+        if sizes["layout"] == "vast":
+            slots, slot_table, num_slots = far_apart(slots, slot_table, num_slots, sizes["kv_lora_rank"], device)
+        lures = tokens.targets[[0, -1]] if case.family == "leverage" else None
         arguments: dict[str, Any] = {
             "q": ledger.guarded("q", q, device),
             "kv_b_proj": ledger.guarded("kv_b_proj", kv_b_proj, device),
             "softmax_scale": sizes["softmax_scale"],
             "history_chunk_size": sizes["history_chunk_size"],
         }
-        arguments |= _caches(ledger, kv_c, k_pe, slots, num_slots, bundled=sizes["layout"] == "bundled", device=device)
+        caches = caches_of(kv_c, k_pe, slots, num_slots, lures)
+        arguments |= stored(ledger, caches, bundled=sizes["layout"] == "bundled", device=device)
         ends = torch.tensor([0, *np.cumsum(query_lens).tolist()], dtype=torch.int32)
         integers = {"cu_seqlens": ends, "slot_table": slot_table, "request_rows": rows}
         integers["context_lens"] = torch.tensor(context_lens, dtype=torch.int32)
@@ -87,6 +95,7 @@ class MlaPrefill:
             empty_rows=torch.zeros(sum(query_lens), dtype=torch.bool),
             requests=requests,
             nan_rows=requests == nan_request,
+            undefined_columns=_undefined_columns(case, requests),
         )
 
     def rows(self, case: Case, arguments: dict[str, Any], *, budget: int) -> Iterator[Rows]:
@@ -106,6 +115,10 @@ class MlaPrefill:
             queries, slots, last_key = parts[request]
             history = len(slots) - len(last_key)
             heads = sample_heads(sizes["num_heads"], everything=everything, rng=rng)
+            if case.family == "nonfinite-v":
+                heads = heads[heads < sizes["num_heads"] - 1]
+            if not len(heads):
+                continue
             chosen = sample_queries(len(last_key), first_position=history, chunk=chunk, everything=everything, rng=rng)
             kv_c, k_pe = (arguments[name][slots.to(device)].double() for name in ("kv_c", "k_pe"))
             k, v = expand_latent(kv_c, k_pe, w_uk[heads], w_uv[heads])
@@ -137,38 +150,30 @@ class MlaPrefill:
         return [_kernel(provider) for provider in known_providers()]
 
 
-def _layout(context_lens: list[int], generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Slots of the packed tokens, the slot table and the row of each request.
+def _prefixes(case: Case) -> list[int] | None:
+    """Tokens that each request shares with the one before it, None where the layout shares none.
 
-    Slots are a random permutation with a fifth of the cache unused. Every other draw leaves out the first and the last
-    slot, so that their NaN shows where they are taken for padding; the others give both to tokens, so that a token
-    there shows where it is taken for padding. Rows are permuted among more rows than there are requests.
+    Raises:
+        ValueError: If there is no such layout, or its requests would share a token that only one of them may see.
     """
-    total, count = sum(context_lens), len(context_lens)
-    slots = torch.randperm(total + total // 4, generator=generator)[:total] + 1
-    if total > 1 and int(torch.randint(2, (), generator=generator)):
-        ends = torch.randperm(total, generator=generator)[:2]
-        slots[ends] = torch.tensor([0, total + total // 4 + 1])
-    rows = torch.randperm(count + 2, generator=generator)[:count].int()
-    table = torch.full((count + 2, max(context_lens) + 3), -1, dtype=torch.int32)
-    for row, part in zip(rows.tolist(), slots.split(context_lens), strict=True):
-        table[row, : len(part)] = part.int()
-    return slots, table, rows
+    layout = case.sizes["layout"]
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    if layout != "shared":
+        return None
+    if case.family == "visible-nan":
+        raise ValueError("layout must not share slots in visible-nan, whose NaN is seen by one request")
+    return shared_prefixes(case.sizes["query_lens"], case.sizes["context_lens"])
 
 
-def _caches(
-    ledger: Ledger, kv_c: Tensor, k_pe: Tensor, slots: Tensor, num_slots: int, *, bundled: bool, device: torch.device
-) -> dict[str, Tensor]:
-    """The caches: two of their own, or the columns of one row ``[latent | rope]`` as serving engines keep it."""
-    rank, width = kv_c.shape[1], kv_c.shape[1] + k_pe.shape[1]
-    caches = {"kv_c": kv_c.new_full((num_slots, rank), torch.nan)}
-    caches["k_pe"] = k_pe.new_full((num_slots, width - rank), torch.nan)
-    slots = slots.to(device)
-    caches["kv_c"][slots], caches["k_pe"][slots] = kv_c, k_pe
-    if not bundled:
-        return {name: ledger.guarded(name, cache, device) for name, cache in caches.items()}
-    cache = ledger.guarded("cache", torch.cat([caches["kv_c"], caches["k_pe"]], dim=1), device)
-    return {"kv_c": cache[:, :rank], "k_pe": cache[:, rank:]}
+def _undefined_columns(case: Case, requests: Tensor) -> tuple[UndefinedColumn, ...]:
+    """In ``nonfinite-v`` the last column of the last head, whose projection is undefined."""
+    if case.family != "nonfinite-v":
+        return ()
+    heads, everyone = case.sizes["num_heads"], torch.ones_like(requests, dtype=torch.bool)
+    return (
+        UndefinedColumn(rows=everyone, heads=slice(heads - 1, heads), dim=case.sizes["d_v"] - 1, value=float("nan")),
+    )
 
 
 def _kernel(provider: str) -> Kernel:
