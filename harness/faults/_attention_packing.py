@@ -1,6 +1,7 @@
 """Faults of ``attention`` in who attends to whom: packed boundaries, heads, masks, strides."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from ..record import Verdict
 from . import _scores, planted
-from ._chunked import NEVER, State, attention_twin, segments, softmax
+from ._chunked import NEVER, State, attention_twin, mask, segments, softmax
 from ._softmax import Online, even_tiles, overlapping, without_last_tile
 
 OP = "attention"
@@ -97,6 +98,53 @@ def garbage_times_zero(**arguments: Any) -> State:
         return softmax(torch.cat([scores, hidden], dim=2), torch.cat([own_v, more]))
 
     return attention_twin(arguments, softmax=with_tail)
+
+
+class _WholeTiles:
+    """Steps that read the last tile of 16 keys to its end and hide the neighbour's keys in it."""
+
+    def __init__(self, hide: Callable[[Tensor], Tensor]) -> None:
+        """``hide`` makes hidden logits of the neighbour's."""
+        self._hide, self._lengths = hide, iter([0])
+
+    def segments(self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[tuple[slice, slice]]:
+        """Whole tiles of keys, as far as there are any."""
+        found, last = segments(cu_seqlens_q, cu_seqlens_k), int(cu_seqlens_k[-1])
+        self._lengths = iter([keys.stop - keys.start for _, keys in found])
+        return [(q, slice(k.start, min(k.start - (k.start - k.stop) // 16 * 16, last))) for q, k in found]
+
+    def mask(self, scores: Tensor, causal: bool) -> Tensor:
+        """The clean mask on the request's own keys."""
+        own = next(self._lengths)
+        return torch.cat([mask(scores[..., :own], causal), self._hide(scores[..., own:])], dim=2)
+
+
+@planted(OP, NONFINITE, Verdict.METAMORPHIC, rows=("FC-016",), source="values of a tile loaded without a mask")
+def neighbours_values_times_zero(**arguments: Any) -> State:
+    """Weights of a neighbour's keys are 0, which its values survive if they are undefined."""
+    wrong = _WholeTiles(lambda scores: torch.full_like(scores, NEVER))
+    return attention_twin(arguments, segments=wrong.segments, mask=wrong.mask)
+
+
+@planted(OP, NONFINITE, Verdict.METAMORPHIC, source="mask added to the logits")
+def neighbours_keys_masked_by_a_sum(**arguments: Any) -> State:
+    """``-inf`` is added to a neighbour's logits, which hides all but the undefined ones."""
+    wrong = _WholeTiles(lambda scores: scores + NEVER)
+    return attention_twin(arguments, segments=wrong.segments, mask=wrong.mask)
+
+
+@planted(OP, NUMERIC, source="split-KV path with splits of whole tiles")
+def decode_path_drops_the_tail(**arguments: Any) -> State:
+    """A last tile that is not full is never visited, but only where every request has one query."""
+    decoding = bool((arguments["cu_seqlens_q"].diff() == 1).all())
+    return attention_twin(arguments, softmax=Online(tiles=without_last_tile) if decoding else softmax)
+
+
+@planted(OP, NUMERIC, NONFINITE, source="fixed-length path taken for a batch of one")
+def single_request_masked_top_left(**arguments: Any) -> State:
+    """The causal mask is aligned to the first key where there is one request."""
+    alone = len(arguments["cu_seqlens_q"]) == 2
+    return attention_twin(arguments, mask=_scores.top_left if alone else mask)
 
 
 @planted(OP, NUMERIC, NONFINITE, source="keys // tile instead of the ceiling")
@@ -194,6 +242,12 @@ def k_read_with_strides_of_q(**arguments: Any) -> State:
     return attention_twin({**arguments, "k": torch.cat([read, missing])})
 
 
+@planted(OP, NUMERIC, NONFINITE, source="token stride computed from that of a head")
+def rows_of_whole_heads_assumed(**arguments: Any) -> State:
+    """Tokens are taken to lie as many head strides apart as there are heads: not so in fused rows of q, k and v."""
+    return attention_twin({**arguments, **{name: _rows_of_heads(arguments[name]) for name in ("q", "k", "v")}})
+
+
 @planted(OP, NUMERIC, NONFINITE, source="head dimension padded to a power of two without a mask")
 def padded_head_dimension_read(**arguments: Any) -> State:
     """Products run over the next 8 elements past the head's own, in queries and keys alike."""
@@ -211,6 +265,12 @@ def _packed_from(tensor: Tensor) -> Tensor:
     """What lies at the tensor's address, read without gaps."""
     _, num_heads, width = tensor.shape
     return tensor.as_strided(tensor.shape, (num_heads * width, width, 1))
+
+
+def _rows_of_heads(tensor: Tensor) -> Tensor:
+    """The same heads, tokens following each other without a gap."""
+    stride = tensor.stride(1)
+    return tensor.as_strided(tensor.shape, (tensor.shape[1] * stride, stride, 1))
 
 
 def _widened(tensor: Tensor, extra: int) -> Tensor:

@@ -38,6 +38,12 @@ def scale_applied_twice(**arguments: Any) -> State:
     return _scaled(arguments, arguments["softmax_scale"] ** 2)
 
 
+@planted(OP, NUMERIC, source="scales above 1 taken for a mistake")
+def scale_at_most_1(**arguments: Any) -> State:
+    """A larger scale is cut to 1."""
+    return _scaled(arguments, min(arguments["softmax_scale"], 1.0))
+
+
 @planted(OP, NUMERIC, NONFINITE, rows=("FC-014",))
 def sentinel_in_empty_rows(**arguments: Any) -> State:
     """Hidden logits are a large negative number: a row without keys averages all values, its lse is finite."""
@@ -85,6 +91,21 @@ def denominator_before_mask(**arguments: Any) -> State:
 def nan_swallowed(**arguments: Any) -> State:
     """Undefined logits become 0, so that a broken input looks like a result."""
     return attention_twin(arguments, softmax=_softmax.numbers_for_nan)
+
+
+@planted(OP, NONFINITE, source="undefined values cleaned when they are loaded")
+def nan_in_values_swallowed(**arguments: Any) -> State:
+    """A value that is NaN counts as 0."""
+    v = arguments["v"]
+    return attention_twin({**arguments, "v": torch.where(v.isnan(), 0.0, v)})
+
+
+@planted(OP, NONFINITE, source="operands split into a high and a low part")
+def infinite_value_gives_nan(**arguments: Any) -> State:
+    """Values meet the weights as two parts; of an infinite one the low part is undefined."""
+    v = arguments["v"]
+    high = v.bfloat16().to(v.dtype)
+    return attention_twin({**arguments, "v": high + (v - high)})
 
 
 @planted(OP, NUMERIC, rows=("F1",))
@@ -143,10 +164,28 @@ def logits_clipped(**arguments: Any) -> State:
     return attention_twin(arguments, logits=_scores.clipped)
 
 
+@planted(OP, NUMERIC, NONFINITE, source="finite stand-in for infinity used as a bound")
+def large_logits_clamped(**arguments: Any) -> State:
+    """Logits above 5e4 are all the same."""
+    return attention_twin(arguments, logits=_scores.clamped_at_5e4)
+
+
 @planted(OP, NUMERIC, source="attribute of another model left on")
 def soft_cap_left_on(**arguments: Any) -> State:
     """Logits go through a soft cap at 50."""
     return attention_twin(arguments, logits=_scores.soft_capped)
+
+
+@planted(OP, NUMERIC, source="log1p of the sum beside the largest logit")
+def equal_maxima_counted_once(**arguments: Any) -> State:
+    """Of several equal largest logits one counts in the denominator."""
+    return attention_twin(arguments, softmax=_softmax.equal_maxima_counted_once)
+
+
+@planted(OP, NUMERIC, source="scores kept in a buffer of fixed length")
+def keys_past_1024_dropped(**arguments: Any) -> State:
+    """Only 1024 keys of a request take part."""
+    return attention_twin(arguments, softmax=_softmax.first_1024_keys)
 
 
 @planted(OP, NUMERIC, NONFINITE, source="sum taken one lane short")

@@ -57,6 +57,19 @@ def chunks_past_the_eighth_dropped(**arguments: Any) -> State:
     return _with_history(arguments, lambda history: history[:8])
 
 
+@planted(OP, NUMERIC, source="one bit per chunk in a word of 32")
+def chunks_past_the_32nd_dropped(**arguments: Any) -> State:
+    """Only 32 chunks of a request are visited."""
+    return _with_history(arguments, lambda history: history[:32])
+
+
+@planted(OP, NUMERIC, source="decode path that splits the history in whole chunks")
+def decode_path_drops_the_last_chunk(**arguments: Any) -> State:
+    """The last chunk is never visited, but only where every request has one current token."""
+    decoding = bool((arguments["cu_seqlens"].diff() == 1).all())
+    return _with_history(arguments, lambda history: history[:-1] if decoding else history)
+
+
 @planted(OP, NUMERIC, source="loop over one chunk too few")
 def last_chunk_dropped(**arguments: Any) -> State:
     """The last chunk is never visited, unless it is the only one."""

@@ -125,6 +125,17 @@ def padding_of_k_written_into_v(**arguments: Any) -> State:
     return mla_prefill_twin(arguments, expand=widened)
 
 
+@planted(OP, NONFINITE, source="undefined values cleaned after the projection")
+def nan_in_values_swallowed(**arguments: Any) -> State:
+    """A projected value that is NaN counts as 0, so that broken weights look like a result."""
+
+    def cleaned(latent: Tensor, rope: Tensor, kv_b_proj: Tensor, d_nope: int) -> tuple[Tensor, Tensor]:
+        k, v = expand(latent, rope, kv_b_proj, d_nope)
+        return k, torch.where(v.isnan(), 0.0, v)
+
+    return mla_prefill_twin(arguments, expand=cleaned)
+
+
 @planted(OP, NUMERIC, Verdict.PRECISION_DOWNGRADE, source="GEMM with a half-precision accumulator")
 def projection_accumulated_in_input_dtype(**arguments: Any) -> State:
     """The sums of the projection are rounded after every 16 products."""

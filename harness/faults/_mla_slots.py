@@ -111,6 +111,39 @@ def context_without_current_tokens(**arguments: Any) -> State:
     return mla_prefill_twin({**arguments, "context_lens": arguments["context_lens"] + ends.diff()})
 
 
+def _prefixes(arguments: dict[str, Any], *, later: bool) -> list[int]:
+    """How many tokens of each request lie in slots of another one, or of a later one alone."""
+    table, rows, lens = (arguments[name].tolist() for name in ("slot_table", "request_rows", "context_lens"))
+    owned = [set(table[row][:length]) for row, length in zip(rows, lens, strict=True)]
+    others = [owned[at + 1 :] if later else owned[:at] + owned[at + 1 :] for at in range(len(owned))]
+    return [len(own & set().union(*rest)) for own, rest in zip(owned, others, strict=True)]
+
+
+@planted(OP, NUMERIC, source="shared prefix attended once for all and once for each")
+def shared_prefix_counted_twice(**arguments: Any) -> State:
+    """Tokens whose slots two requests share are visited once more."""
+    prefixes = iter(_prefixes(arguments, later=False))
+
+    def once_more(*lengths: int) -> list[Pass]:
+        prefix = next(prefixes)
+        return [*passes(*lengths), *([Pass(keys=slice(0, prefix))] if prefix else [])]
+
+    return mla_prefill_twin(arguments, passes=once_more)
+
+
+@planted(OP, NUMERIC, source="map from slots to requests, which holds one request each")
+def shared_prefix_left_to_its_last_owner(**arguments: Any) -> State:
+    """A slot belongs to the last request that names it; earlier ones do not see its token."""
+    prefixes = iter(_prefixes(arguments, later=True))
+
+    def without(*lengths: int) -> list[Pass]:
+        (current, *history), prefix = passes(*lengths), next(prefixes)
+        left = [Pass(keys=slice(max(one.keys.start, prefix), one.keys.stop)) for one in history]
+        return [current, *(one for one in left if one.keys.stop > one.keys.start)]
+
+    return mla_prefill_twin(arguments, passes=without)
+
+
 @planted(OP, *WRONG_SLOT, rows=("FC-041",))
 def row_stride_from_width(**arguments: Any) -> State:
     """Rows of both caches are taken to follow each other without gaps."""

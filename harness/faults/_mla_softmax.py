@@ -43,6 +43,12 @@ def scale_applied_twice(**arguments: Any) -> State:
     return _scaled(arguments, arguments["softmax_scale"] ** 2)
 
 
+@planted(OP, NUMERIC, source="scales above 1 taken for a mistake")
+def scale_at_most_1(**arguments: Any) -> State:
+    """A larger scale is cut to 1."""
+    return _scaled(arguments, min(arguments["softmax_scale"], 1.0))
+
+
 @planted(OP, NUMERIC, source="keys // tile instead of the ceiling")
 def tail_tile_dropped(**arguments: Any) -> State:
     """A last tile of a pass that is not full is never visited."""
@@ -135,10 +141,28 @@ def logits_clipped(**arguments: Any) -> State:
     return mla_prefill_twin(arguments, logits=_scores.clipped)
 
 
+@planted(OP, NUMERIC, NONFINITE, source="finite stand-in for infinity used as a bound")
+def large_logits_clamped(**arguments: Any) -> State:
+    """Logits above 5e4 are all the same."""
+    return mla_prefill_twin(arguments, logits=_scores.clamped_at_5e4)
+
+
 @planted(OP, NUMERIC, source="attribute of another model left on")
 def soft_cap_left_on(**arguments: Any) -> State:
     """Logits go through a soft cap at 50."""
     return mla_prefill_twin(arguments, logits=_scores.soft_capped)
+
+
+@planted(OP, NUMERIC, source="log1p of the sum beside the largest logit")
+def equal_maxima_counted_once(**arguments: Any) -> State:
+    """Of several equal largest logits of a pass one counts in the denominator."""
+    return mla_prefill_twin(arguments, softmax=_softmax.equal_maxima_counted_once)
+
+
+@planted(OP, NUMERIC, source="scores kept in a buffer of fixed length")
+def keys_past_1024_dropped(**arguments: Any) -> State:
+    """Only 1024 keys of a pass take part."""
+    return mla_prefill_twin(arguments, softmax=_softmax.first_1024_keys)
 
 
 @planted(OP, NUMERIC, NONFINITE, source="sum taken one lane short")

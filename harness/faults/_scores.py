@@ -31,6 +31,11 @@ def clipped(q: Tensor, k: Tensor, softmax_scale: float) -> Tensor:
     return logits(q, k, softmax_scale).clamp(-50.0, 50.0)
 
 
+def clamped_at_5e4(q: Tensor, k: Tensor, softmax_scale: float) -> Tensor:
+    """Logits above 5e4 become 5e4, the stand-in of a format without infinity."""
+    return logits(q, k, softmax_scale).clamp(max=5e4)
+
+
 def soft_capped(q: Tensor, k: Tensor, softmax_scale: float) -> Tensor:
     """Logits go through the soft cap of another model, at 50."""
     return 50.0 * torch.tanh(logits(q, k, softmax_scale) / 50.0)

@@ -221,6 +221,19 @@ def overlapping(keys: int, size: int = 16) -> list[slice]:
     return [slice(max(0, at - 1), min(at + size, keys)) for at in range(0, keys, size)]
 
 
+def equal_maxima_counted_once(logits: Tensor, v: Tensor) -> State:
+    """Wrong: the denominator is 1 for the largest logit and the sum of the smaller ones: its equals are lost."""
+    shift = finite_shift(logits)
+    weights, largest = torch.exp(logits - shift), logits == shift
+    total = weights.masked_fill(largest, 0.0).sum(-1, keepdim=True) + largest.any(-1, keepdim=True)
+    return normalised(weighted(weights, v), total, shift)
+
+
+def first_1024_keys(logits: Tensor, v: Tensor) -> State:
+    """Wrong: keys beyond 1024 take no part."""
+    return softmax(logits[..., :1024], v[:1024])
+
+
 def maximum_of_first_tile(logits: Tensor, v: Tensor) -> State:
     """Wrong: the shift is the maximum of the first tile alone."""
     shift = finite_shift(logits[..., :16])
