@@ -1,5 +1,6 @@
 """The command line. Nothing heavy is imported until a command runs, so that help is instant."""
 
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -287,6 +288,62 @@ def report(
         code = run_report(run[0], against, out, tuple(form or ()), console, others=run[1:])
     except UsageError as error:
         _usage(str(error))
+    raise typer.Exit(code)
+
+
+@app.command("compile")
+def compile_kernels(
+    ops: Annotated[list[str] | None, typer.Argument(help="Operations; all if none is named.")] = None,
+    arch: Annotated[list[str] | None, typer.Option(help="sm_80, sm_90a or sm_100a; repeatable; all if none.")] = None,
+    accept: Annotated[bool, typer.Option("--accept", help="Commit what the compiler makes now.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for the record, compile.json.")] = None,
+) -> None:
+    """Compile the Triton kernels of the house, without a GPU, and compare what comes out with what is committed.
+
+    Exit codes: 0 nothing changed, 1 something did or no GPU could run it, 2 usage, 3 no baseline for these versions,
+    7 harness error, 130 interrupted.
+    """
+    with starting(device="cpu"):
+        from .compile_gate import CompileOptions, run_compile
+
+    options = CompileOptions(ops=tuple(ops or ()), archs=tuple(arch or ()), accept=accept, out=out)
+    _run_gate(lambda: run_compile(options, console))
+
+
+@app.command()
+def cost(
+    ops: Annotated[list[str] | None, typer.Argument(help="Operations; all if none is named.")] = None,
+    kernel: Annotated[str | None, typer.Option(help="Instead of the kernels of the house; as in assay check.")] = None,
+    baseline: Annotated[Path | None, typer.Option(help="File to compare with, instead of the committed one.")] = None,
+    accept: Annotated[bool, typer.Option("--accept", help="Write what is counted now into the file.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for the record, cost.json.")] = None,
+) -> None:
+    """Count what a step costs the host, without a GPU, and compare the counts with what is committed.
+
+    Exit codes: 0 nothing changed, 1 something did, 2 usage, 3 no baseline for these versions, 7 harness error,
+    130 interrupted.
+    """
+    with starting(device="cpu"):
+        from .host_cost import CostOptions, run_cost
+
+    options = CostOptions(ops=tuple(ops or ()), kernel=kernel, baseline=baseline, accept=accept, out=out)
+    _run_gate(lambda: run_cost(options, console))
+
+
+def _run_gate(gate: Callable[[], int]) -> NoReturn:
+    """Exit with the code of a gate that needs no GPU."""
+    from .plan import UsageError
+    from .record import ExitCode
+
+    try:
+        code = gate()
+    except UsageError as error:
+        _usage(str(error))
+    except RuntimeError as error:
+        errors.print(escape(str(error)), style="red", highlight=False)
+        raise typer.Exit(ExitCode.HARNESS_ERROR) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
     raise typer.Exit(code)
 
 
