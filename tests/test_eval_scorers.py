@@ -125,7 +125,7 @@ def test_a_subsequence_is_the_longest_and_found_in_both() -> None:
         assert len(shared) == table[-1][-1]
         for side in (first, second):
             walk = iter(side)
-            assert all(item in walk for item in shared)
+            assert all(str(item) in walk for item in shared)
 
 
 def test_which_of_equally_long_subsequences_is_taken_is_fixed() -> None:

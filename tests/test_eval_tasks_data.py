@@ -15,7 +15,7 @@ import pytest
 
 from assay.eval.tasks import DataError, DataSource, Loaded, Loading, load_task
 
-pytest.importorskip("datasets", reason="the extra `eval` is not installed")
+datasets = pytest.importorskip("datasets", reason="the extra `eval` is not installed")
 
 Write = Callable[..., Path]
 
@@ -205,7 +205,6 @@ def test_the_hub_is_asked_for_the_official_archive(
 def test_a_hub_without_the_archive_is_asked_for_a_configuration(
     monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]]
 ) -> None:
-    import datasets
     import huggingface_hub
 
     def missing(*_: Any, **__: Any) -> str:

@@ -1,7 +1,7 @@
 """Paired comparisons whose verdict can be yes, no, or not enough; all of it on scipy.stats."""
 
 from .binary import binary_estimate
-from .estimate import ALPHA, Estimate, Verdict, flip_bound, needed_pairs, rule_of_three_pairs
+from .estimate import ALPHA, Estimate, Verdict, flip_bound, macro_flip_bound, needed_pairs, rule_of_three_pairs
 from .many import benjamini_hochberg, holm
 from .paired import Differences, macro_estimate, real_estimate, sign_flip_p
 
@@ -15,6 +15,7 @@ __all__ = [
     "flip_bound",
     "holm",
     "macro_estimate",
+    "macro_flip_bound",
     "needed_pairs",
     "real_estimate",
     "rule_of_three_pairs",

@@ -1,8 +1,13 @@
 """What a paired comparison comes to: a difference with its uncertainty, and the verdict that it allows."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from scipy.optimize import brentq
 
 ALPHA = 0.05
 # two-sided 5 % and 80 % power: the sum of the two quantiles of the normal distribution, and its square
@@ -103,6 +108,22 @@ def needed_pairs(variance: float, difference: float) -> int:
 def flip_bound(n: int, alpha: float = ALPHA) -> float:
     """The share of pairs that may differ although none of ``n`` did, one-sided."""
     return 1.0 - math.pow(alpha, 1 / n)
+
+
+def macro_flip_bound(sizes: Sequence[int], alpha: float = ALPHA) -> float:
+    """The mean over tasks of the shares that may differ although no pair of any task did, one-sided.
+
+    The worst case spends the evidence, ``-log(alpha)`` in all, where it buys most: first on the smallest tasks. With
+    tasks of one size it is the bound of all pairs together.
+    """
+    counts = np.asarray(sizes, dtype=np.float64)
+    evidence = -math.log(alpha)
+
+    def spent(level: float) -> Any:
+        return counts * np.maximum(0.0, level - np.log(counts))
+
+    level = brentq(lambda one: spent(one).sum() - evidence, math.log(counts.min()), math.log(counts.max()) + evidence)
+    return float((-np.expm1(-spent(level) / counts)).mean())
 
 
 def rule_of_three_pairs(margin: float, alpha: float = ALPHA) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from .estimate import ALPHA, Estimate, flip_bound
+from .estimate import ALPHA, Estimate, macro_flip_bound
 
 RESAMPLES = 9999
 MOST_ENUMERATED = 13
@@ -32,7 +32,7 @@ class Differences:
     clusters: NDArray[np.int64]
 
     @classmethod
-    def of(cls, values: Sequence[float], clusters: Sequence[str] | None = None) -> "Differences":
+    def of(cls, values: Sequence[float] | Floats, clusters: Sequence[str] | None = None) -> "Differences":
         """From plain lists; without clusters every pair is its own."""
         array = np.asarray(values, dtype=np.float64)
         if array.ndim != 1 or not array.size:
@@ -257,8 +257,7 @@ def _degenerate(tasks: Sequence[Differences], delta: float, *, margin: float | N
     """No task shows a spread, so only the share of pairs that differ otherwise can be bounded."""
     if margin is not None and margin <= 0:
         raise ValueError(f"margin must be positive, got {margin}")
-    units = [task.sizes.size for task in tasks]
-    bound = flip_bound(min(units))
+    bound = macro_flip_bound([task.sizes.size for task in tasks])
     low, high = delta - bound * scale, delta + bound * scale
     same = not any(task.values.any() for task in tasks)
     tests: dict[str, Any] = {}
