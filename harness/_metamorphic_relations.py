@@ -17,7 +17,7 @@ HUGE = 1e30
 # powers of two for the values; float16 has no room below, where its subnormal numbers lose bits, and little above
 POWERS = (12, -12)
 POWER_FP16 = 3
-STORES = ("out", "splits_store", "projected", "pv_acc")
+STORES = ("out", "inputs", "splits_store", "projected", "pv_acc")
 
 Answer = tuple[Tensor, Tensor]
 

@@ -221,7 +221,7 @@ def case_evidence(exam: Exam, execution: Execution, labels: Sequence[str] | None
 
 def _fit(exam: Exam, execution: Execution, contract: Contract) -> Fit:
     family = exam.case.family
-    tally = judge_answers(*execution.first, exam.answers, contract=contract, family=family)
+    tally = judge_answers(*execution.first, exam.answers_for(contract), contract=contract, family=family)
     exact = family in EXACT_FAMILIES
     return Fit(
         passed=all(gate.passed for gate in tally.results()),
@@ -234,7 +234,7 @@ def _fit(exam: Exam, execution: Execution, contract: Contract) -> Fit:
 def _bias(exam: Exam, out: Tensor, contract: Contract) -> float:
     """Pooled scale error of all rows in standard deviations, sums of low precision being no excuse for a drift."""
     blocks = []
-    for rows, c in exam.answers:
+    for rows, c in exam.answers_for(contract):
         got = out[rows.tokens][:, rows.heads].double()
         scale = ScaleRows.of(c, Roundoffs.of(contract, rows), rows, got)
         blocks.append(replace(scale, drift=torch.zeros_like(scale.drift)))

@@ -6,14 +6,15 @@ row and of pooled rows, and the log-sum-exp. The formulas and their derivation a
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._gates_bounds import SINGLE, Roundoffs, Variances, chi_limit, hard_envelope, lse_limit
 from .companions import Companions, companions
-from .contract import SUBNORMAL, UNIT_ROUNDOFF, Contract
+from .contract import Contract
 from .families import EXACT_FAMILIES
 from .operation import Outline, Rows
 from .record import GateResult, Location, RowErrors
@@ -25,142 +26,22 @@ FEWEST_KEYS_FOR_RMS = 4
 FEWEST_ROWS_FOR_MEDIAN = 8
 ROWS_KEPT = 1024
 SCALE_ROW_SIGMAS = 7.0
-LSE_SIGMAS = 4.0
-# chi-square tail, one-sided, in standard normal deviations: 1e-9 per row
-RMS_TAIL = 6.0
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Roundoffs:
-    """The unit roundoffs of a contract as the formulas name them.
-
-    ``projected`` is that of storing a projected key or value, ``projection`` that of the sum before it, relative to the
-    root of its squared terms; ``merge`` is that of the float32 arithmetic of merge weights, per unit of ``1 + |lse|``.
-    """
-
-    p: float
-    out: float
-    projected: float
-    projection: float
-    split: float
-    merge: float
-    pv_acc: float
-    qk_acc: float
-    logits: float
-    lse: float
-    ex2: float
-    from_p: float
-
-    @classmethod
-    def of(cls, contract: Contract, rows: Rows) -> "Roundoffs":
-        """Read them off the contract, for rows whose projection and splits are known."""
-        projects, splits = rows.projection_depth > 0, max(1, len(rows.split_ends))
-        sums = UNIT_ROUNDOFF["fp64" if contract.projected == "fp64" else "fp32"]
-        return cls(
-            p=contract.roundoff("p"),
-            out=contract.roundoff("out"),
-            projected=contract.roundoff("projected") if projects else 0.0,
-            projection=math.sqrt(rows.projection_depth) * sums,
-            split=contract.roundoff("splits_store") if splits > 1 else 0.0,
-            merge=2 * math.sqrt(splits) * contract.roundoff("lse") if splits > 1 else 0.0,
-            pv_acc=contract.roundoff("pv_acc"),
-            qk_acc=contract.roundoff("qk_acc"),
-            logits=contract.roundoff("logits"),
-            lse=contract.roundoff("lse"),
-            ex2=contract.ex2_rel,
-            from_p=contract.roundoff("p") if contract.l == "from_p" else 0.0,
-        )
-
-
-def logit_error(c: Companions, u: Roundoffs, d_qk: int) -> Tensor:
-    """``eta``, ``[n, h]``: bound on the error of any logit of a row."""
-    products = 4 * math.sqrt(d_qk) * u.qk_acc * c.products
-    projection = u.projected * c.projected_products + 4 * u.projection * c.key_terms
-    return products + u.logits * c.logit_max + 4 * u.pv_acc * c.logit_range + projection
-
-
-def _merge_error(c: Companions, u: Roundoffs) -> Tensor:
-    """Relative error of a merge weight, ``[n, h, 1]``."""
-    return (u.merge * (1 + torch.where(c.visible > 0, c.lse.abs(), 0.0)))[..., None]
-
-
-def _normaliser(c: Companions, u: Roundoffs) -> Tensor:
-    """Relative error of weights that are divided by ``exp(lse)``, the lse being stored first; ``[n, h, 1]``."""
-    return (u.lse * torch.where(c.visible > 0, c.lse.abs(), 0.0))[..., None]
-
-
-def hard_envelope(c: Companions, u: Roundoffs, contract: Contract, d_qk: int) -> Tensor:
-    """G4, ``[n, h, Dv]``: no honest kernel has an element beyond it."""
-    eta = logit_error(c, u, d_qk)[..., None]
-    sums = 4 * c.visible.sqrt()[..., None] * u.pv_acc
-    underflow = {"fp16": 2.0**-25, "e4m3": 2.0**-10}.get(contract.p, 0.0) * (c.visible * c.value_max)[..., None]
-    return (
-        u.out * c.out.abs()
-        + (u.p + u.projected + u.ex2 + sums + u.split) * c.magnitude
-        + u.from_p * (c.magnitude + c.out.abs())
-        + 2 * _normaliser(c, u) * c.magnitude
-        + (2 * torch.expm1(eta) + _merge_error(c, u)) * c.spread
-        + 4 * u.projection * c.value_terms
-        + underflow
-        + SUBNORMAL[contract.out]
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variances:
-    """G5, each ``[n, h, Dv]``: of errors independent per element, of rounded weights, of rounded keys and logits.
-
-    ``row`` is of one error that scales the whole row.
-    """
-
-    element: Tensor
-    weight: Tensor
-    key: Tensor
-    row: Tensor
-
-    @classmethod
-    def of(cls, c: Companions, u: Roundoffs) -> "Variances":
-        """A rounding error is uniform: its variance is a third of its bound squared."""
-        element = u.out**2 * c.out.square() + u.projected**2 * c.power + u.split**2 * c.split_power
-        element = element + u.pv_acc**2 * c.sum_power + u.projection**2 * c.value_terms_power
-        weight = (u.p**2 + u.ex2**2) * c.power + u.from_p**2 * c.out.square() / c.n_eff[..., None]
-        key = u.projected**2 * c.key_spread + u.logits**2 * c.logit_spread + u.projection**2 * c.key_terms_spread
-        sums = u.qk_acc**2 * c.fp32_spread + _merge_error(c, u).square() * c.split_spread
-        row = (2 * _normaliser(c, u) * c.out).square()
-        return cls(element=element / 3, weight=weight / 3, key=key / 3 + sums, row=row / 3)
-
-    @property
-    def total(self) -> Tensor:
-        """``[n, h]``, over the row."""
-        return (self.element + self.weight + self.key + self.row).sum(-1).clamp(min=1e-300)
-
-    def freedom(self, c: Companions) -> Tensor:
-        """Degrees of freedom of the row's squared error, ``[n, h]``; parts combine as if they had one direction."""
-        # each element errs by its own size: one large element among small ones is one degree of freedom
-        elements = self.element.sum(-1).square() / self.element.square().sum(-1).clamp(min=1e-300)
-        parts = (
-            (self.element, elements.clamp(min=1.0)),
-            (self.weight, c.weight_dof),
-            (self.key, c.key_dof),
-            (self.row, torch.ones_like(c.lse)),
-        )
-        spreads = torch.stack([part.sum(-1) / self.total / dof.sqrt() for part, dof in parts])
-        return 1 / spreads.sum(0).square()
-
-
-def chi_limit(freedom: Tensor) -> Tensor:
-    """Upper quantile of the root mean square of ``freedom`` normal errors, after Wilson and Hilferty."""
-    spread = 2 / 9 / freedom
-    return (1 - spread + RMS_TAIL * spread.sqrt()).pow(1.5)
-
-
-def lse_limit(c: Companions, u: Roundoffs, d_qk: int, splits: int) -> Tensor:
-    """Limit on the log-sum-exp, ``[n, h]``: the hard bound, or four of the largest standard deviation if smaller."""
-    eta = logit_error(c, u, d_qk)
-    spread = u.projected / math.sqrt(3) * c.lse_key + u.logits * c.logit_max + u.qk_acc * c.lse_fp32
-    spread = spread + 4 * u.projection * c.key_terms
-    stored = 2 * u.lse * math.sqrt(max(1, splits)) * c.lse.abs() + 4 * c.visible.sqrt() * u.pv_acc + u.from_p + u.ex2
-    return torch.minimum(eta, LSE_SIGMAS * spread) + stored
+__all__ = [
+    "MEDIAN_RMS_LIMIT",
+    "ROW_RMS_LIMIT",
+    "Roundoffs",
+    "Tally",
+    "Variances",
+    "chi_limit",
+    "exact_elements",
+    "hard_envelope",
+    "judge",
+    "judge_answers",
+    "lse_limit",
+    "nonfinite_gates",
+    "oracle_answers",
+]
 
 
 def nonfinite_gates(out: Tensor, lse: Tensor, outline: Outline) -> list[GateResult]:
@@ -205,16 +86,23 @@ def _undefined(outline: Outline, index: list[int]) -> float:
     return math.nan
 
 
-def exact_elements(c: Companions, rows: Rows, out_dtype: torch.dtype, family: str) -> Tensor:
+def exact_elements(c: Companions, rows: Rows, u: Roundoffs, out_dtype: torch.dtype, family: str) -> Tensor:
     """G3, ``[n, h, Dv]``: elements of an exact family that every honest kernel gives bit for bit.
 
     One-hot rows always. Uniform rows where the row, and each stretch that is stored before a merge, has ``2^k`` visible
     keys (so that normalised weights are exact, too), and its mean is representable and not 0, so that float32 noise
-    rounds away. Outputs in float32 are compared after rounding to bfloat16, for the same reason.
+    rounds away, and no sum is larger than its accumulator counts. Where it is not known which stretches are stored in
+    half precision, rows of one or two keys alone. Outputs in float32 are compared after rounding to bfloat16, for the
+    same reason.
     """
     if family == "exact-one-hot":
         return (c.visible[..., None] > 0).expand_as(c.out)
-    whole = _representable(c.out, out_dtype) & (c.out != 0)
+    # an accumulator of half precision counts no further than 1 / u
+    counted = c.value_max * c.visible <= 1 / u.pv_acc
+    whole = _representable(c.out, out_dtype) & (c.out != 0) & counted[..., None]
+    if u.anywhere:
+        known = c.visible <= (2.0 if u.split > SINGLE else math.inf)
+        return whole & (known & _power_of_two(c.visible.long()))[..., None]
     stored = _representable(c.split_means, out_dtype).all(dim=2)
     return whole & stored & _power_of_two_stretches(rows)[:, None, None]
 
@@ -228,8 +116,13 @@ def _power_of_two_stretches(rows: Rows) -> Tensor:
     """``[n]``: whether each stretch between merges shows ``2^k`` keys or none, and so does the whole row."""
     starts, ends = [0, *rows.split_ends[:-1]], rows.split_ends or (int(rows.last_key.max()) + 1,)
     seen = [(rows.last_key + 1).clamp(min=start, max=end) - start for start, end in zip(starts, ends, strict=True)]
-    counts = torch.stack([*seen, rows.last_key + 1])
-    return (((counts & (counts - 1)) == 0) & (counts[-1] > 0)).all(dim=0)
+    return torch.stack([(count == 0) | _power_of_two(count) for count in seen]).all(dim=0) & _power_of_two(
+        rows.last_key + 1
+    )
+
+
+def _power_of_two(count: Tensor) -> Tensor:
+    return (count > 0) & ((count & (count - 1)) == 0)
 
 
 class Tally:
@@ -249,7 +142,6 @@ class Tally:
 
     def add(self, rows: Rows, c: Companions, out: Tensor, lse: Tensor) -> None:
         """Judge one block; ``out`` is ``[T, H, Dv]`` and ``lse`` ``[T, H]``, the kernel's whole answer."""
-        d_qk = rows.q.shape[-1]
         u = Roundoffs.of(self._contract, rows)
         got = out[rows.tokens][:, rows.heads].double()
         got_lse = lse[rows.tokens][:, rows.heads].double()
@@ -258,19 +150,18 @@ class Tally:
 
         if self._family in EXACT_FAMILIES:
             dtype = out.dtype if out.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
-            exact = exact_elements(c, rows, dtype, self._family)
+            exact = exact_elements(c, rows, u, dtype, self._family)
             wrong = exact & (got.to(dtype) != c.out.to(dtype))
             self._keep("G3 exact", torch.where(wrong, math.inf, 0.0), rows, got, c.out)
-        envelope = hard_envelope(c, u, self._contract, d_qk)
-        over_envelope = error.abs() / envelope
+        over_envelope = error.abs() / hard_envelope(c, u)
         self._keep("G4 envelope", over_envelope, rows, got, c.out)
 
         seen = c.visible > 0
         lse_error = torch.where(seen, (got_lse - c.lse).abs(), 0.0)
-        self._keep("G6 lse", lse_error / lse_limit(c, u, d_qk, len(rows.split_ends)), rows, got_lse, c.lse)
+        self._keep("G6 lse", lse_error / lse_limit(c, u), rows, got_lse, c.lse)
 
         variances, scale = Variances.of(c, u), ScaleRows.of(c, u, rows, got)
-        rms, freedom = (error.square().sum(-1) / variances.total).sqrt(), variances.freedom(c)
+        rms, freedom = (error.square().sum(-1) / variances.total).sqrt(), variances.freedom(c, u)
         self._remember(rows, envelope=over_envelope.amax(-1), rms=rms, alpha=scale.alpha.view_as(rms))
         if self._family in EXACT_FAMILIES:
             # equal rows in every head and request: no statistic applies, and none is needed
@@ -362,21 +253,27 @@ def judge(out: Tensor, lse: Tensor, blocks: Iterable[Rows], *, contract: Contrac
         contract: What the kernel promised.
         family: Of the case.
     """
-    return judge_answers(out, lse, oracle_answers(blocks), contract=contract, family=family)
+    answers = oracle_answers(blocks, absorbed=contract.absorbed)
+    return judge_answers(out, lse, answers, contract=contract, family=family)
 
 
 def judge_answers(
     out: Tensor, lse: Tensor, answers: Iterable[tuple[Rows, Companions]], *, contract: Contract, family: str
 ) -> Tally:
-    """The same against rows whose companions are known already."""
+    """The same against rows whose companions are known already; they are those of an absorbing kernel if it is one."""
     tally = Tally(contract, family)
     for rows, c in answers:
         tally.add(rows, c, out, lse)
     return tally
 
 
-def oracle_answers(blocks: Iterable[Rows]) -> Iterator[tuple[Rows, Companions]]:
-    """The companions of each block; its large tensors are dropped, for no gate reads them again."""
+def oracle_answers(blocks: Iterable[Rows], *, absorbed: bool = False) -> Iterator[tuple[Rows, Companions]]:
+    """The companions of each block; its large tensors are dropped, for no gate reads them again.
+
+    Args:
+        blocks: The rows.
+        absorbed: Whether for kernels that absorb the projection of keys and values.
+    """
     for rows in blocks:
-        small = replace(rows, k=rows.k[:0], v=rows.v[:0], k_terms=None, v_terms=None)
-        yield small, companions(rows)
+        small = replace(rows, k=rows.k[:0], v=rows.v[:0], k_terms=None, v_terms=None, latent=None)
+        yield small, companions(rows, absorbed=absorbed)

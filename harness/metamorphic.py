@@ -260,14 +260,16 @@ def _judged(
     counts = torch.zeros(outline.num_tokens, dtype=torch.bool).index_fill(0, question.place, True)
     left_out = set(outline.requests[~counts].tolist())
     blocks = operation.rows(case, inputs.arguments, budget=ROW_BUDGET // outline.d_v)
-    ends = question.ends
+    # a kernel that merges partial results of its own does so within each of the calls
+    ends, at_will = question.ends, contract.splits_store is not None
     chosen = (
-        block if ends is None else replace(block, split_ends=ends[block.request])
+        block if ends is None or (at_will and not block.split_ends) else replace(block, split_ends=ends[block.request])
         for block in relocated(blocks, inputs.arguments, question.parts[0][0], conventions)
         if block.request not in left_out
     )
     if len(got) > 1:
-        contract = contract.promising(splits_store=contract.splits_store or contract.out)
+        splits = None if contract.splits is None else contract.splits * len(got)
+        contract = contract.promising(splits_store=contract.splits_store or contract.out, splits=splits)
     gates = [] if left_out else nonfinite_gates(out, lse, outline)
     with phase("oracle", out.device):
         tally = judge(out, lse, chosen, contract=contract, family=case.family)

@@ -14,6 +14,21 @@ from .poison import Ledger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Where projected keys and values come from, for kernels that project queries and outputs instead; float64.
+
+    Attributes:
+        rows: ``[S, R]``, shared by all heads.
+        w_uk: ``[h, projected_dims, R]``, from a latent row to the leading dimensions of a key.
+        w_uv: ``[h, Dv, R]``, from a latent row to a value.
+    """
+
+    rows: Tensor
+    w_uk: Tensor
+    w_uv: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
     """Some output rows of one request with all that their softmax depends on, in float64.
 
@@ -32,7 +47,9 @@ class Rows:
         k_terms: ``[S, h, projected_dims]``, root of the summed squares of each inner product's terms: what its
             float32 sum is accurate against. None without a projection.
         v_terms: ``[S, h, Dv]``, the same for the values.
-        split_ends: End of each stretch of keys whose result a kernel of this operation may store before merging.
+        latent: What they are projected from; None without a projection.
+        split_ends: End of each stretch of keys whose result a kernel may store before merging, where the operation says
+            so; empty where that is left to the kernel.
         slots: ``[S]``, physical slot of each key; None without indirection.
     """
 
@@ -49,6 +66,7 @@ class Rows:
     projection_depth: int = 0
     k_terms: Tensor | None = None
     v_terms: Tensor | None = None
+    latent: Latent | None = None
     split_ends: tuple[int, ...] = ()
     slots: Tensor | None = None
 

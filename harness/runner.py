@@ -9,6 +9,7 @@ import torch
 
 from .case import Case
 from .companions import Companions
+from .contract import Contract
 from .execution import Execution, Stop, describe, execute
 from .gates import judge_answers, nonfinite_gates, oracle_answers
 from .layouts import relocated
@@ -51,9 +52,22 @@ class Exam:
     @cached_property
     def answers(self) -> list[tuple[Rows, Companions]]:
         """The oracle's rows with their companions."""
+        return self._answers(absorbed=False)
+
+    @cached_property
+    def absorbed_answers(self) -> list[tuple[Rows, Companions]]:
+        """The same for kernels that absorb the projection of keys and values."""
+        return self._answers(absorbed=True)
+
+    def answers_for(self, contract: Contract) -> list[tuple[Rows, Companions]]:
+        """Those that a kernel with this contract is held against."""
+        return self.absorbed_answers if contract.absorbed else self.answers
+
+    def _answers(self, *, absorbed: bool) -> list[tuple[Rows, Companions]]:
         budget = ROW_BUDGET[self.device.type] // self.operation.outline(self.case).d_v
         with phase("oracle", self.device):
-            return list(oracle_answers(self.operation.rows(self.case, self.inputs.arguments, budget=budget)))
+            rows = self.operation.rows(self.case, self.inputs.arguments, budget=budget)
+            return list(oracle_answers(rows, absorbed=absorbed))
 
 
 class ExamRoom:
@@ -167,8 +181,9 @@ def assess(exam: Exam, execution: Execution | Stop) -> Finding:
     gates = nonfinite_gates(*execution.first, outline)
     if not all(gate.passed for gate in gates):
         return Finding(verdict=Verdict.NONFINITE, text=_failed(gates).text, gates=tuple(gates))
-    blocks = relocated([rows for rows, _ in exam.answers], exam.inputs.arguments, case, execution.conventions)
-    answers = list(zip(blocks, (c for _, c in exam.answers), strict=True))
+    oracle = exam.answers_for(contract)
+    blocks = relocated([rows for rows, _ in oracle], exam.inputs.arguments, case, execution.conventions)
+    answers = list(zip(blocks, (c for _, c in oracle), strict=True))
     # a kernel that promises no determinism must pass with its last answer as well as with its first
     for answer in [execution.first] if contract.deterministic else [execution.first, execution.last]:
         tally = judge_answers(*answer, answers, contract=contract, family=case.family)

@@ -5,18 +5,15 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ._gates_bounds import Roundoffs, finite_lse, lost_weight, merge_error, split_power
 from .companions import Companions
 from .contract import Contract
 from .operation import Rows
 from .record import GateResult, Location
-
-if TYPE_CHECKING:
-    from .gates import Roundoffs
 
 POOLED_SIGMAS = 6.0
 LAST_TILE = 64
@@ -45,30 +42,20 @@ class ScaleRows:
     tokens: Tensor
 
     @classmethod
-    def of(cls, c: Companions, u: "Roundoffs", rows: Rows, got: Tensor) -> "ScaleRows":
+    def of(cls, c: Companions, u: Roundoffs, rows: Rows, got: Tensor) -> "ScaleRows":
         """The statistics of one block."""
         norm = c.out.square().sum(-1)
         used = (c.visible > 0) & (norm > 0)
         alpha = torch.where(used, (got * c.out).sum(-1) / norm.clamp(min=1e-300) - 1, 0.0)
-        independent = (u.p**2 + u.ex2**2) * c.scale_p + u.out**2 * c.scale_out + u.split**2 * c.scale_split
-        independent = independent + u.from_p**2 / c.n_eff + u.pv_acc**2 * c.scale_sum + u.logits**2 * c.scale_logits
-        merge = (u.merge * (1 + torch.where(used, c.lse.abs(), 0.0))) ** 2 * c.scale_merge
-        independent = independent / 3 + u.qk_acc**2 * c.scale_fp32 + merge
-        shared = u.projected**2 * (c.scale_value + c.scale_key)
-        shared = (shared + u.projection**2 * (c.scale_value_terms + c.scale_key_terms)) / 3
-        heads, count = rows.heads.to(alpha.device), len(rows.tokens)
-        last = rows.positions.max() - rows.positions < LAST_TILE
-        labels = {
-            "head": heads.expand(count, -1),
-            "request": torch.full_like(alpha, rows.request, dtype=torch.long),
-            "position": torch.log2(c.visible.clamp(min=1.0)).long(),
-            "last tile": last.to(alpha.device)[:, None].expand_as(alpha).long(),
-        }
+        independent, shared = _variances(c, u)
+        labels = _strata(c, rows)
+        # truncated operands take the edge off all logits; the other sums are those of adders that truncate
+        drift = c.visible.sqrt() * u.single + 0.5 * u.lse * finite_lse(c) + u.cut * c.scale_cut / 4
         return cls(
             alpha=alpha.flatten(),
             independent=independent.flatten(),
             shared=shared.flatten(),
-            drift=(c.visible.sqrt() * u.pv_acc + 0.5 * u.lse * torch.where(used, c.lse.abs(), 0.0)).flatten(),
+            drift=torch.where(used, drift, 0.0).flatten(),
             used=used.flatten(),
             labels={name: label.flatten() for name, label in labels.items()},
             tokens=rows.tokens.to(alpha.device)[:, None].expand_as(alpha).flatten(),
@@ -78,6 +65,52 @@ class ScaleRows:
         """``|alpha|`` of each row over its limit."""
         limit = sigmas * (self.independent + self.shared).sqrt() + 4 * self.drift
         return torch.where(self.used, self.alpha.abs() / limit.clamp(min=1e-300), 0.0)
+
+
+def _variances(c: Companions, u: Roundoffs) -> tuple[Tensor, Tensor]:
+    """Of errors that rows do not share, and of those that all rows of a request and head do, ``[n, h]``."""
+    rounded, lost = (c.scale_weight, c.scale_visible_spread) if u.from_p else (c.scale_p, c.scale_visible)
+    weights = u.p**2 * rounded + lost_weight(c, u).square() * lost + u.ex2**2 * c.scale_p
+    stored = u.pv_acc**2 * c.scale_sum + u.split**2 * _scale_split(c, u)
+    row = weights + stored + u.out**2 * c.scale_out + u.logits**2 * c.scale_logits + u.operand**2 * c.scale_query
+    projected = u.projected**2 * (c.scale_value + c.scale_key)
+    projected = projected + u.projection**2 * (c.scale_value_terms + c.scale_key_terms)
+    keys = u.operand**2 * c.scale_operand + u.inputs**2 * c.scale_input
+    # an absorbed query and a latent output belong to one row, projected keys and values to all
+    row, keys = (row + projected, keys) if u.absorbed else (row, keys + projected)
+    merged = merge_error(c, u).square() * (_split_spread(c) if u.anywhere else c.scale_merge)
+    return row / 3 + u.products**2 * c.scale_fp32 + merged, keys / 3
+
+
+def _scale_split(c: Companions, u: Roundoffs) -> Tensor:
+    """``split_power`` along the output; latent errors lie along it as far as they can."""
+    if not u.anywhere:
+        return c.scale_split
+    norm, element = c.out.square().sum(-1).clamp(min=1e-150), split_power(c, u)
+    if u.absorbed:
+        return (element.sqrt() * c.out.abs()).sum(-1).square() / norm.square()
+    return (element * c.out.square()).sum(-1) / norm.square()
+
+
+def _split_spread(c: Companions) -> Tensor:
+    """``sum p |w - 1|``, of which no stretch has more than half, is at most ``sum_d C_d |o_d| / |o|^2``."""
+    norm = c.out.square().sum(-1).clamp(min=1e-150)
+    return ((c.spread * c.out.abs()).sum(-1) / norm).square() / 2
+
+
+def _strata(c: Companions, rows: Rows) -> dict[str, Tensor]:
+    """The stratum of each row, by kind, ``[n, h]``."""
+    heads, tokens = rows.heads.to(c.lse.device), rows.tokens.to(c.lse.device)
+    last_key, last_tile = c.visible - 1, (c.keys - 1).div(LAST_TILE, rounding_mode="floor")
+    # the last query of a request is always among those judged
+    behind = (tokens.max() - tokens)[:, None].expand_as(c.lse)
+    return {
+        "head": heads.expand_as(c.lse),
+        "request": torch.full_like(c.lse, rows.request, dtype=torch.long),
+        "position": torch.log2(c.visible.clamp(min=1.0)).long(),
+        "last tile": (last_key.div(LAST_TILE, rounding_mode="floor") == last_tile).long(),
+        "last queries": (behind < LAST_TILE).long(),
+    }
 
 
 def pooled_scale(blocks: list[ScaleRows], contract: Contract) -> list[GateResult]:

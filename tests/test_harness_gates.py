@@ -19,11 +19,11 @@ from builders import (
 )
 from torch import Tensor
 
+from assay.harness._gates_bounds import RMS_TAIL
 from assay.harness.case import Case
 from assay.harness.companions import companions
 from assay.harness.contract import UNIT_ROUNDOFF, Contract, default_contract
 from assay.harness.gates import (
-    RMS_TAIL,
     Roundoffs,
     Variances,
     chi_limit,
@@ -35,7 +35,6 @@ from assay.harness.gates import (
 from assay.harness.operation import Outline, Rows
 
 U = UNIT_ROUNDOFF["bf16"]
-POOLED = {f"G6 pooled scale by {kind}" for kind in ("all", "head", "request", "position", "last tile")}
 # many keys and wide values, so that statistics have something to count
 WIDE: dict[str, Any] = {"query_lens": [64], "key_lens": [256], "d_v": 64, "causal": False}
 
@@ -46,7 +45,7 @@ def ulp_off(tensor: Tensor, index: tuple[int, ...]) -> None:
 
 
 def envelope_of(rows: Rows, contract: Contract) -> Tensor:
-    return hard_envelope(companions(rows), Roundoffs.of(contract, rows), contract, rows.q.shape[-1])
+    return hard_envelope(companions(rows), Roundoffs.of(contract, rows))
 
 
 def reweighted(case: Case, weigh: Callable[[Tensor], Tensor]) -> Answer:
@@ -108,7 +107,8 @@ def test_g3_finds_one_ulp_in_a_one_hot_row(make: Callable[..., Case], dtype: str
 def exact_rows(case: Case) -> list[int]:
     """Visible keys of the rows of a uniform case that hold an exact element."""
     (rows,) = rows_of(case)
-    exact = exact_elements(companions(rows), rows, torch.bfloat16, case.family)
+    u = Roundoffs.of(operation_of(case).default_contract(case), rows)
+    exact = exact_elements(companions(rows), rows, u, torch.bfloat16, case.family)
     return (rows.last_key + 1)[exact.flatten(1).any(1)].tolist()
 
 
@@ -180,9 +180,9 @@ def test_the_envelope_of_one_key_is_that_of_its_roundings() -> None:
     normaliser = 2 * 2.0**-24 * companions(rows).lse[0].abs()[:, None]
     base = (U + U + 2.0**-22 + 4 * 2.0**-24 + normaliser) * magnitude + 2.0**-133
     torch.testing.assert_close(envelope_of(rows, single)[0], base, rtol=1e-12, atol=0.0)
-    # the sum of rounded weights errs by as much again, relative to both numerator and quotient
+    # a weight that is divided by itself does not err, however it was rounded
     rounded = envelope_of(rows, single.promising(l="from_p"))[0]
-    torch.testing.assert_close(rounded, base + U * 2 * magnitude, rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(rounded, base - U * magnitude, rtol=1e-12, atol=0.0)
     # half-precision weights may vanish below 2^-25
     halves = envelope_of(rows, Contract(p="fp16", out="fp16"))[0]
     relative, vanished = 2 * 2.0**-11 + 2.0**-22 + 4 * 2.0**-24 + normaliser, 2.0**-25 * rows.v.abs().amax((0, 2))
@@ -198,7 +198,10 @@ def test_the_envelope_of_two_keys_holds_the_logit_error_times_the_spread() -> No
     eta = 4 * math.sqrt(24) * u * c.products + u * c.logit_max + 4 * u * c.logit_range
     weights = u + 2.0**-22 + 4 * math.sqrt(2) * u + 2 * u * c.lse.abs()[..., None]
     expected = u * c.out.abs() + weights * c.magnitude
-    expected = expected + 2 * torch.expm1(eta)[..., None] * c.spread + 2.0**-149
+    # to first order eta C: half of what the logits' largest factors are apart
+    moved = torch.expm1(2 * eta)[..., None] / 2 * c.spread
+    torch.testing.assert_close(moved, eta[..., None] * c.spread, rtol=1e-4, atol=0.0)
+    expected = expected + moved + 2.0**-149
     torch.testing.assert_close(envelope_of(rows, contract), expected, rtol=1e-12, atol=0.0)
 
 
@@ -227,7 +230,8 @@ def test_the_variance_of_a_row_is_the_sum_of_its_roundings() -> None:
     element = U**2 * (c.out.square() + c.power + c.split_power)
     element = element + single**2 * c.sum_power + projection**2 * c.value_terms_power
     torch.testing.assert_close(found.element, element / 3, rtol=1e-12, atol=0.0)
-    weight = (U**2 + 2.0**-44) * c.power + U**2 * c.out.square() / c.n_eff[..., None]
+    # a denominator of rounded weights cancels what all of them have in common
+    weight = U**2 * c.weight_spread + 2.0**-44 * c.power
     torch.testing.assert_close(found.weight, weight / 3, rtol=1e-12, atol=0.0)
     key = U**2 * (c.key_spread + c.logit_spread) + projection**2 * c.key_terms_spread
     # four parts are merged, with weights from float32 exponentials
@@ -237,6 +241,8 @@ def test_the_variance_of_a_row_is_the_sum_of_its_roundings() -> None:
     torch.testing.assert_close(found.row, row / 3, rtol=1e-12, atol=0.0)
     total = (found.element + found.weight + found.key + found.row).sum(-1)
     torch.testing.assert_close(found.total, total, rtol=1e-12, atol=0.0)
+    # nothing is absorbed, and operands are taken as they are
+    assert float(found.latent.abs().max()) == float(found.query.abs().max()) == 0.0
 
 
 def test_the_limit_of_a_row_is_the_tail_of_its_chi_square() -> None:
@@ -262,10 +268,29 @@ def test_the_limit_of_the_lse_of_one_key_is_that_of_its_logit() -> None:
     case, rows = one_key("float32")
     c, u = companions(rows), Roundoffs.of(operation_of(case).default_contract(case), rows)
     unit = 2.0**-24
-    spread = unit * c.logit_max + unit * c.lse_fp32
     hard = 4 * math.sqrt(24) * unit * c.products + unit * c.logit_max
-    expected = torch.minimum(hard, 4 * spread) + 2 * unit * c.lse.abs() + 4 * unit + 2.0**-22
-    torch.testing.assert_close(lse_limit(c, u, 24, 0), expected, rtol=1e-12, atol=0.0)
+    alike = 4 * unit * (c.logit_max + c.lse_fp32)
+    each = 5 * unit * (c.logit_max.square() / 3 + c.lse_fp32.square()).sqrt()
+    expected = torch.minimum(hard, torch.minimum(alike, each)) + 2 * unit * c.lse.abs() + 4 * unit + 2.0**-22
+    torch.testing.assert_close(lse_limit(c, u), expected, rtol=1e-12, atol=0.0)
+
+
+def test_the_lse_of_many_keys_is_held_to_less_than_that_of_one() -> None:
+    case = mla_case(dtype="bfloat16", query_lens=[1], context_lens=[300])
+    rows = rows_of(case)[0]
+    c = companions(rows)
+    u = Roundoffs.of(operation_of(case).default_contract(case), rows)
+    # keys are rounded one by one: errors of logits average out over them
+    each = 5 * U / math.sqrt(3) * c.lse_key_power.sqrt()
+    torch.testing.assert_close(lse_limit(c, u), each, rtol=0.02, atol=0.0)
+    assert bool((c.n_eff > 50).all())
+    assert bool((lse_limit(c, u) < 0.2 * U / math.sqrt(3) * 4 * c.lse_key).all())
+    # one key of 300 is missing from the denominator
+    out, lse = stored(true_answer(case), case)
+    assert failing(gates_of(case, (out, lse))) == set()
+    lost = torch.log1p(torch.full_like(lse, -1 / 300))
+    assert failing(gates_of(case, (out, lse + lost))) == {"G6 lse"}
+    assert bool((lost.abs() < 4 * U / math.sqrt(3) * c.lse_key).all())
 
 
 def test_a_value_that_is_no_number_fails_every_gate_that_meets_it() -> None:

@@ -1,6 +1,7 @@
 """The scale statistic finds a bias that no element shows, in the stratum where it lies, and knows shared errors."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,13 +20,14 @@ from builders import (
 )
 from torch import Tensor
 
+from assay.harness.case import Case
 from assay.harness.companions import companions
 from assay.harness.contract import Contract, default_contract
 from assay.harness.gates import Roundoffs
 from assay.harness.record import GateResult
 from assay.harness.strata import POOLED_SIGMAS, ScaleRows, pooled_scale
 
-POOLED = {f"G6 pooled scale by {kind}" for kind in ("all", "head", "request", "position", "last tile")}
+POOLED = {f"G6 pooled scale by {kind}" for kind in ("all", "head", "request", "position", "last tile", "last queries")}
 MARGIN = 2.0**-8 / 256
 BF16 = Contract(p="bf16", out="bf16")
 
@@ -67,7 +69,7 @@ def test_g6_finds_a_bias_of_the_last_tile_alone() -> None:
     out, lse = true_answer(case)
     out[-64:] *= 1.0006
     gates = gates_of(case, stored((out, lse), case))
-    assert failing(gates) == {"G6 pooled scale by last tile"}
+    assert failing(gates) == {"G6 pooled scale by last tile", "G6 pooled scale by last queries"}
     found = gates["G6 pooled scale by last tile"]
     assert found.text.startswith("last tile 1: ")
     assert mean_of(found) == pytest.approx(0.0006, rel=0.2)
@@ -97,6 +99,7 @@ def scale_rows(alpha: list[float], *, heads: list[int] | None = None, **given: A
             "request": labels("request"),
             "position": labels("position"),
             "last tile": labels("last_tile"),
+            "last queries": labels("last_queries"),
         },
         tokens=torch.arange(count),
     )
@@ -183,8 +186,66 @@ def test_the_statistics_of_a_block_are_those_of_its_rows() -> None:
     assert float(scale.shared.abs().max()) == 0.0
     assert scale.labels["head"].tolist() == [0, 1] * 80
     assert scale.labels["position"].tolist() == [int(math.log2(11 + i // 2)) for i in range(160)]
-    assert scale.labels["last tile"].tolist() == [int(i >= 32) for i in range(160)]
+    # 90 keys: the second tile of 64 starts at key 64, which query 54 is the first to see
+    assert scale.labels["last tile"].tolist() == [int(i // 2 >= 54) for i in range(160)]
+    assert scale.labels["last queries"].tolist() == [int(i // 2 >= 16) for i in range(160)]
     assert scale.tokens.tolist() == [i // 2 for i in range(160)]
+
+
+def labels_of(case: Case, kept: slice = slice(None)) -> dict[str, Tensor]:
+    """The strata of the rows of the first head, of some queries only."""
+    (rows,) = rows_of(case)
+    rows = replace(
+        rows,
+        tokens=rows.tokens[kept],
+        positions=rows.positions[kept],
+        q=rows.q[kept],
+        last_key=rows.last_key[kept],
+    )
+    c, (out, _) = companions(rows), true_answer(case)
+    u = Roundoffs.of(operation_of(case).default_contract(case), rows)
+    scale = ScaleRows.of(c, u, rows, out[rows.tokens])
+    return {name: label.view(len(rows.tokens), -1)[:, 0] for name, label in scale.labels.items()}
+
+
+def test_the_last_tile_is_that_of_the_keys_whichever_rows_are_judged() -> None:
+    case = attention_case(query_lens=[100], key_lens=[200])
+    # keys 192 to 199; the first queries do not see that far
+    assert labels_of(case)["last tile"].tolist() == [0] * 92 + [1] * 8
+    assert labels_of(case, slice(0, 40))["last tile"].tolist() == [0] * 40
+    # a last tile that is full
+    full = attention_case(query_lens=[100], key_lens=[192])
+    assert labels_of(full)["last tile"].tolist() == [0] * 36 + [1] * 64
+    # without causality every query sees the last tile, and the last queries have a stratum of their own
+    whole = attention_case(query_lens=[100], key_lens=[200], causal=False)
+    assert labels_of(whole)["last tile"].tolist() == [1] * 100
+    assert labels_of(whole)["last queries"].tolist() == [0] * 36 + [1] * 64
+
+
+def test_g6_finds_a_bias_of_the_last_queries_alone() -> None:
+    case = attention_case("diffuse", "bfloat16", query_lens=[512], key_lens=[256], causal=False, d_v=32, num_heads=4)
+    out, lse = true_answer(case)
+    out[-64:] *= 1.0006
+    gates = gates_of(case, stored((out, lse), case))
+    assert failing(gates) == {"G6 pooled scale by last queries"}
+    assert gates["G6 pooled scale by last queries"].text.startswith("last queries 1: ")
+
+
+def test_a_bias_is_seen_beside_an_accumulator_of_half_precision() -> None:
+    """Sums that round to nearest err in no direction, so their format is no excuse for one."""
+    case = attention_case("constant-v", "bfloat16", query_lens=[128], key_lens=[128], d_v=32)
+    contract = operation_of(case).default_contract(case).promising(pv_acc="bf16")
+    out, lse = true_answer(case)
+    assert failing(gates_of(case, stored((out, lse), case), contract)) == set()
+    gates = gates_of(case, stored((1.02 * out, lse), case), contract)
+    assert failing(gates) >= {"G6 pooled scale by all", "G6 pooled scale by last tile"}
+    rows = rows_of(case)[0]
+    c = companions(rows)
+    sums = [
+        ScaleRows.of(c, Roundoffs.of(contract.promising(pv_acc=acc), rows), rows, out).drift for acc in ("fp32", "bf16")
+    ]
+    torch.testing.assert_close(sums[0], sums[1])
+    torch.testing.assert_close(sums[0], (2.0**-24 * (c.visible.sqrt() + c.lse.abs() / 2)).flatten())
 
 
 def test_rounded_projections_are_shared_errors() -> None:

@@ -1,12 +1,15 @@
 """Correct forms of ``attention`` that compute in another order or another way; none may be rejected."""
 
+from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor
 
 from ..case import Case
 from ..contract import Contract, default_contract
 from ..plugin import kernel
 from . import _softmax, variant
-from ._chunked import State, attention_twin
+from ._chunked import State, attention_twin, merge, softmax
 from ._softmax import Online, even_tiles
 
 OP = "attention"
@@ -55,24 +58,59 @@ def weights_from_lse(**arguments: Any) -> State:
 
 
 @variant(OP)
-def split_keys(**arguments: Any) -> State:
-    """Three stretches of keys, their float32 results merged."""
-    return attention_twin(arguments, softmax=_softmax.split_in_parts(3))
-
-
-@variant(OP)
 def heads_first_layout(**arguments: Any) -> State:
     """Both results are transposed views of ``[H, T, ...]`` buffers."""
     out, lse = attention_twin(arguments)
     return out.transpose(0, 1).contiguous().transpose(0, 1), lse.T.contiguous().T
 
 
-def _from_p(case: Case) -> Contract:
-    return default_contract(case.dtype, projected=False, splits=False).promising(l="from_p")
+def _promising(**promises: Any) -> Callable[[Case], Contract]:
+    """The contract of a kernel that declares none, with other promises."""
+    return lambda case: default_contract(case.dtype, projected=False, splits=False).promising(**promises)
+
+
+def _splitting(**promises: Any) -> Callable[[Case], Contract]:
+    """The same of one that merges partial results, stored in the dtype of the inputs."""
+    return lambda case: default_contract(case.dtype, projected=False, splits=True).promising(**promises)
+
+
+def stored_in_parts(count: int) -> Callable[[Tensor, Tensor], State]:
+    """The softmax step with the keys in ``count`` stretches, each result rounded to the dtype of the values."""
+
+    def split(logits: Tensor, v: Tensor) -> State:
+        merged: State | None = None
+        for piece in zip(logits.tensor_split(count, dim=2), v.tensor_split(count), strict=True):
+            out, lse = softmax(*piece)
+            part = out.to(v.dtype), lse
+            merged = part if merged is None else merge(*merged, *part)
+        return merged or softmax(logits, v)
+
+    return split
 
 
 @variant(OP)
-@kernel(contract=_from_p)
+@kernel(contract=_splitting(splits_store="fp32", splits=3))
+def split_keys(**arguments: Any) -> State:
+    """Three stretches of keys, their float32 results merged."""
+    return attention_twin(arguments, softmax=_softmax.split_in_parts(3))
+
+
+@variant(OP)
+@kernel(contract=_splitting(splits=3))
+def split_keys_stored(**arguments: Any) -> State:
+    """Split-KV with three partial results in the dtype of the inputs, and a contract that says how many."""
+    return attention_twin(arguments, softmax=stored_in_parts(3))
+
+
+@variant(OP)
+@kernel(contract=_splitting())
+def split_keys_as_planned(**arguments: Any) -> State:
+    """The same with as many partial results as a scheduler likes, which its contract leaves open."""
+    return attention_twin(arguments, softmax=stored_in_parts(7))
+
+
+@variant(OP)
+@kernel(contract=_promising(l="from_p"))
 def total_of_rounded(**arguments: Any) -> State:
     """The denominator sums the rounded weights."""
     return attention_twin(arguments, softmax=_softmax.total_of_rounded)

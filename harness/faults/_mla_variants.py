@@ -1,7 +1,6 @@
 """Correct forms of ``mla_prefill`` that compute in another order or another way; none may be rejected.
 
-The absorbed form is here with its absorbed queries and latent outputs in float32, which ``projected="fp32"`` describes.
-Kernels that round the absorbed queries are not: a ``Contract`` can only say that keys and values are rounded.
+Those that absorb the projection are in ``_mla_absorbed``.
 """
 
 from collections.abc import Callable
@@ -113,22 +112,3 @@ def total_of_rounded(**arguments: Any) -> State:
 def float32_parts(**arguments: Any) -> State:
     """Split-KV: partial results stay in float32, in a pass split in three as well."""
     return mla_prefill_twin(arguments, store=lambda out, lse, dtype: (out, lse), softmax=_softmax.split_in_parts(3))
-
-
-@variant(OP)
-@kernel(contract=_promising(projected="fp32", splits_store="fp32"))
-def absorbed(**arguments: Any) -> State:
-    """The multi-query form: heads share the latent rows; absorbed queries and latent outputs stay in float32."""
-    q, weight = arguments["q"].float(), arguments["kv_b_proj"].float()
-    d_nope, rank = q.shape[2] - arguments["k_pe"].shape[1], weight.shape[2]
-    w_uk, w_uv = weight[:, :d_nope], weight[:, d_nope:]
-
-    def shared(latent: Tensor, rope: Tensor, kv_b_proj: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        rows = torch.cat([latent, rope], dim=-1)[:, None].expand(-1, len(weight), -1)
-        return rows, rows[..., :rank]
-
-    wide_q = torch.cat([torch.einsum("thd,hdr->thr", q[..., :d_nope], w_uk), q[..., d_nope:]], dim=-1)
-    # the twin reads the width of its output off the weight
-    latent_wide = {"q": wide_q, "kv_b_proj": weight.new_empty(len(weight), 2 * rank, 0)}
-    latent, lse = mla_prefill_twin({**arguments, **latent_wide}, expand=shared)
-    return torch.einsum("thr,hdr->thd", latent, w_uv).to(arguments["q"].dtype), lse

@@ -5,6 +5,7 @@ from typing import Any
 
 from . import (
     NotApplicable,
+    _mla_absorbed,
     _mla_history,
     _mla_memory,
     _mla_merge,
@@ -15,7 +16,7 @@ from . import (
     named,
 )
 
-PARTS = (_mla_slots, _mla_history, _mla_projection, _mla_softmax, _mla_merge, _mla_memory, _mla_variants)
+PARTS = (_mla_slots, _mla_history, _mla_projection, _mla_softmax, _mla_merge, _mla_memory, _mla_absorbed, _mla_variants)
 
 NOT_APPLICABLE = (
     NotApplicable(row="FC-005", reason="no operation has a sliding window"),

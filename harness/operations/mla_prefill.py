@@ -14,7 +14,7 @@ from ..activations import captured_latents
 from ..case import Case
 from ..contract import Contract, default_contract
 from ..families import latent_values, shared_prefixes, tokens_of, visible_nan
-from ..operation import CaseRequest, Inputs, Kernel, Outline, Rows, UndefinedColumn
+from ..operation import CaseRequest, Inputs, Kernel, Latent, Outline, Rows, UndefinedColumn
 from ..poison import Ledger
 from ..providers import BY_NAME, interpreted_tiles_refusal, known_providers, provider_refusal
 from ..sampling import sample_heads, sample_queries, sample_requests
@@ -137,6 +137,7 @@ class MlaPrefill:
                 projection_depth=sizes["kv_lora_rank"],
                 k_terms=k_terms.sqrt(),
                 v_terms=v_terms.sqrt(),
+                latent=Latent(rows=kv_c, w_uk=w_uk[heads], w_uv=w_uv[heads]),
                 split_ends=(*range(chunk, history, chunk), *([history] if history else []), len(slots)),
                 slots=slots,
             )
