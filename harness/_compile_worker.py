@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import triton
+from triton.backends.nvidia.compiler import get_ptxas
 
 from ._compile_binary import measure
 from ._doctor_machine import tool_version
@@ -78,10 +79,11 @@ def main() -> None:
 
 def _versions(builds: list[dict[str, Any]]) -> dict[str, str]:
     """The compilers that make a build, by architecture."""
-    tools, found = triton.knobs.nvidia, {}
+    found = {}
     for build in builds:
-        assembler = tools.ptxas_blackwell if build["capability"][0] >= 10 else tools.ptxas
-        found[build["arch"]] = f"triton {triton.__version__}, ptxas {tool_version(assembler.path)}"
+        major, minor = build["capability"]
+        assembler = tool_version(get_ptxas(10 * major + minor).path)
+        found[build["arch"]] = f"triton {triton.__version__}, ptxas {assembler}"
     return found
 
 
@@ -142,10 +144,10 @@ def _only(compiler: _Compiler, build: dict[str, Any]) -> dict[str, Any]:
 def essence(text: str) -> str:
     """The line of a compiler's complaint that names the error, without paths, line numbers and lengths of blanks."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    assembler = [line for line in lines if re.match(r"ptxas\b.*\b(error|fatal)\b", line)]
+    assembler = [line for line in lines if re.match(r"ptxas.*\b(error|fatal)\b", line)]
     telling = [line for line in lines if re.search(r"error|fatal|assert", line, flags=re.IGNORECASE)]
     line = (assembler or telling or lines or ["no reason given"])[0]
-    line = re.sub(r"(?<!\w)/[\w./+-]*/", "", re.sub(r"^ptxas .*; ", "ptxas ", line))
+    line = re.sub(r"(?<!\w)/[\w./+-]*/", "", re.sub(r"^ptxas.*; ", "ptxas ", line))
     return re.sub(r"\s+", " ", line)[:300]
 
 
