@@ -33,7 +33,7 @@ INSTRUCTION_GROWTH = 0.02
 # fields of a step that are shown, and what they are called there
 _COLUMNS = {
     "launches": "launches",
-    "allocations": "allocations",
+    "allocations": "allocs",
     "synchronisations": "waits",
     "host operations": "on host",
     "python calls": "calls",
