@@ -16,6 +16,8 @@ from ._mla_prefill_plan import MlaPrefillPlan
 class Span:
     """Keys of one pass that the observed queries of one request may look at, and those queries.
 
+    The kernels read the fields in this order.
+
     Attributes:
         request: Row of the scores.
         first_key: Of the span, among the keys of the pass.

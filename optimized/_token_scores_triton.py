@@ -5,7 +5,7 @@ the device, one row a span, so that new lengths compile nothing.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -126,18 +126,18 @@ def prepare(spans: tuple[Span, ...], plan: MlaPrefillPlan) -> SpanTable:
     tiles = choose_tiles(plan)
     if tiles is None:
         raise NotImplementedError(f"no tile of these kernels serves {plan.shape}")
-    rows = [span.num_queries * plan.shape.num_heads for span in spans]
-    stretches = [_num_stretches(triton.cdiv(count, tiles.denominator.outer)) for count in rows]
-    table, num_parts = torch.zeros(len(spans), _FIELDS, dtype=torch.int64), 0
-    for index, span in enumerate(spans):
-        keys = (span.request, span.first_key, span.num_keys, span.position)
-        queries = (span.first_query, span.query_position, span.num_queries)
-        table[index, :9] = torch.tensor([*keys, *queries, stretches[index], num_parts])
-        num_parts += rows[index] * stretches[index]
+    counts = [span.num_queries * plan.shape.num_heads for span in spans]
+    stretches = [_num_stretches(triton.cdiv(count, tiles.denominator.outer)) for count in counts]
+    rows: list[list[int]] = []
+    num_parts = 0
+    for span, count, pieces in zip(spans, counts, stretches, strict=True):
+        fields = [*astuple(span), pieces, num_parts]
+        rows.append(fields + [0] * (_FIELDS - len(fields)))
+        num_parts += count * pieces
     return SpanTable(
-        table=table.to(plan.device),
+        table=torch.tensor(rows, dtype=torch.int64).to(plan.device),
         max_keys=max(span.num_keys for span in spans),
-        max_rows=max(rows),
+        max_rows=max(counts),
         max_stretches=max(stretches),
         num_parts=num_parts,
         tiles=tiles,
