@@ -1,55 +1,167 @@
 """The commands behind ``assay eval``; imports neither torch nor transformers before a command needs them."""
 
-from importlib.util import find_spec
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
-# the exit code for "cannot be compared", which is what a missing part comes to
-NOT_AVAILABLE = 3
-USAGE = 2
-
-PARTS = {
-    "tasks": "LongBench and GSM8K items as prompts",
-    "models": "local models and OpenAI-compatible servers behind one interface",
-    "scorers": "answers to scores",
-    "runner": "resumable runs over tasks",
-    "compare": "the old kernel's run against the new one's",
-    "statistics": "intervals, margins and power",
-    "report": "the comparison as JSON, Markdown, HTML and JUnit",
-    "capture": "real activations as inputs of an operation",
-}
+from .exit_code import ExitCode
 
 app = typer.Typer(
     name="eval",
-    help="Does a swapped kernel hurt a model: end-to-end quality. Not complete yet: see `assay eval status`.",
+    no_args_is_help=True,
+    help="Does a swapped kernel hurt a model: the same questions before and after, and a verdict with its uncertainty.",
 )
 
 
-def missing_parts() -> list[str]:
-    """The parts of this room that do not exist yet, in the order of ``PARTS``."""
-    specs = {part: find_spec(f"assay.eval.{part}") for part in PARTS}
-    # a folder without an __init__ has a spec too, but no origin
-    return [part for part, spec in specs.items() if spec is None or spec.origin is None]
-
-
-@app.callback(invoke_without_command=True)
-def main(context: typer.Context) -> None:
-    """Run ``status`` when no command is given."""
-    if context.invoked_subcommand is None:
-        status()
+@contextmanager
+def _usage(command: str) -> Iterator[None]:
+    """Say what cannot be served, and exit with 2."""
+    try:
+        yield
+    except (ModuleNotFoundError, NotImplementedError, ValueError) as error:
+        typer.echo(f"{command}: {error}", err=True)
+        raise typer.Exit(ExitCode.USAGE) from error
 
 
 @app.command()
-def status() -> None:
-    """Say which parts of the evaluation exist; exit with 3 while one is missing."""
-    missing = missing_parts()
-    for part, purpose in PARTS.items():
-        typer.echo(f"{part:11} {'does not exist yet' if part in missing else 'exists':19} {purpose}")
-    if missing:
-        typer.echo(f"assay eval cannot run or compare models yet: {', '.join(missing)} do not exist.", err=True)
-        raise typer.Exit(NOT_AVAILABLE)
+def run(
+    suite: Annotated[str, typer.Argument(help="Name of a suite (see `assay eval suites`), or a TOML file.")],
+    model: Annotated[str, typer.Option(help="Name of a model, or module:function or file.py:function.")] = "ngram",
+    option: Annotated[
+        list[str] | None, typer.Option("--option", "-o", help="name=value for the model; repeatable.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run; runs/SUITE-MODEL if not given.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(exists=True, help="Folder of <task>.jsonl, or the official data.zip; else the hub.")
+    ] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Read the hub from its local cache alone.")] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Samples of each task, drawn by the seed.")] = None,
+    ids_from: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="Ask the samples of this earlier run.")
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Samples at once.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of the draw, and of the order of equal lengths.")] = None,
+    label: Annotated[str, typer.Option(help="What reports call the run; the folder's name if not given.")] = "",
+    factor: Annotated[
+        list[str] | None, typer.Option(help="name=level, such as kernel=new: what is compared; repeatable.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show plan and estimate, and stop.")] = False,
+) -> None:
+    """Run a suite, or go on with a run that was interrupted.
+
+    Exit codes: 0 every sample was answered, 2 usage, 4 the folder holds a run of other settings, 5 samples failed, 130
+    interrupted.
+    """
+    # what a run needs is imported here, so that help is instant
+    with _usage("run"):
+        from .runner import RunOptions, run_suite
+
+        options = RunOptions(
+            suite=suite,
+            model=model,
+            model_options=_pairs(option or [], "--option"),
+            out=out or Path("runs") / f"{Path(suite).stem}-{Path(model.partition(':')[0]).stem}",
+            data=data,
+            offline=offline,
+            limit=limit,
+            ids_from=ids_from,
+            batch_size=batch_size,
+            seed=seed,
+            label=label,
+            factors=_pairs(factor or [], "--factor"),
+            dry_run=dry_run,
+        )
+        code = run_suite(options, Console())
+    raise typer.Exit(code)
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Two runs or more; the first of a pair is the measure.")],
+    repeated: Annotated[
+        Path | None, typer.Option("--aa", help="The first run once more: what changes without a change.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for report.html, .md, .json, junit.xml, flips.jsonl.")
+    ] = None,
+) -> None:
+    """Judge runs by the margins that their suite declares.
+
+    Exit codes: 0 equivalent, improved or not worse, 1 regressed, 2 usage, 3 the runs do not compare, 5 one run failed
+    where the other answered, 6 not enough to say.
+    """
+    with _usage("compare"):
+        from .arms import NotComparableError, read_arm
+        from .compare import compare as compare_runs
+        from .report import print_comparison, write_reports
+
+        console = Console()
+        try:
+            arms = [read_arm(path) for path in runs]
+            comparison = compare_runs(arms, None if repeated is None else read_arm(repeated))
+        except NotComparableError as error:
+            typer.echo("compare: the runs must be of the same questions, and differ:", err=True)
+            for reason in error.reasons:
+                typer.echo(f"  {reason}", err=True)
+            raise typer.Exit(ExitCode.NOT_COMPARABLE) from error
+        print_comparison(console, comparison)
+        if out is not None:
+            for path in write_reports(comparison, out):
+                console.print(str(path), soft_wrap=True, highlight=False)
+    raise typer.Exit(comparison.exit_code)
+
+
+@app.command()
+def score(
+    path: Annotated[Path, typer.Argument(help="Folder of a run.", metavar="RUN")],
+    scorer: Annotated[list[str] | None, typer.Option(help="Other scorers than the tasks' own; repeatable.")] = None,
+) -> None:
+    """Score the stored answers of a run anew, also by other scorers than those of its tasks."""
+    with _usage("score"):
+        from statistics import fmean
+
+        from .run_folder import RunFolder
+        from .scorers import find_scorer
+        from .scoring import score_run, scores_of
+        from .tasks import find_task
+
+        folder = RunFolder(path)
+        score_run(folder, scorer or None)
+        for name in folder.tasks():
+            task, items, records = find_task(name), folder.items(name), folder.latest(name)
+            for one in scorer or task.scorers:
+                values = scores_of(folder, task, find_scorer(one), items, records)
+                if values:
+                    typer.echo(f"{name:28} {one:28} {100 * fmean(values.values()):6.2f}  {len(values)} answers")
+
+
+@app.command()
+def suites() -> None:
+    """Show the suites that come with the project, with their margins."""
+    with _usage("suites"):
+        from .suite import load_suite, suite_names
+
+        for name in suite_names():
+            suite = load_suite(name)
+            typer.echo(f"{name:18} {len(suite.tasks):2} tasks  {suite.description}")
+            for gate in suite.gates:
+                typer.echo(f"{'':18} {gate.metric}: a loss of {gate.margin:g} is accepted  {gate.name}")
+
+
+@app.command()
+def tasks() -> None:
+    """Show the tasks that a suite may name."""
+    with _usage("tasks"):
+        from .tasks import all_tasks
+
+        for task in all_tasks().values():
+            count = "generated" if task.num_samples is None else f"{task.num_samples} records"
+            typer.echo(f"{task.name:32} {task.family:12} {task.scored_by:18} {count}, {task.max_new_tokens} new tokens")
 
 
 @app.command("capture")
@@ -69,10 +181,10 @@ def capture_command(
 
     Needs the extra `model`, and `eval` with --gsm8k. Nothing is downloaded.
     """
-    # torch is imported here, so that `assay --help` needs none
-    from . import capture
+    with _usage("capture"):
+        # torch is imported here, so that `assay --help` needs none
+        from . import capture
 
-    try:
         if gsm8k is not None and text is None:
             content = capture.gsm8k_text(gsm8k)
         elif text is not None and gsm8k is None:
@@ -89,6 +201,18 @@ def capture_command(
             rope_frequencies=rope_frequencies,
             echo=typer.echo,
         )
-    except (ModuleNotFoundError, NotImplementedError, ValueError) as error:
-        typer.echo(f"capture: {error}", err=True)
-        raise typer.Exit(USAGE) from error
+
+
+def _pairs(texts: Sequence[str], name: str) -> dict[str, str]:
+    """``name=value`` texts as a dictionary."""
+    found = {}
+    for text in texts:
+        key, mark, value = text.partition("=")
+        if not mark or not key or key in found:
+            raise ValueError(f"{name} must be name=value, each name once, got {text!r}")
+        found[key] = value
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(app())

@@ -79,15 +79,16 @@ class Asking:
 
     def __post_init__(self) -> None:
         """Refuse what asks nothing."""
-        counts = (
-            self.batch_size,
-            self.max_target_tokens,
-            self.most_failures,
-            self.limit or 1,
-            self.max_new_tokens or 1,
-        )
-        if min(counts) < 1 or self.probes < 0:
-            raise ValueError(f"batch_size, limit, lengths and most_failures must be at least 1, got {counts}")
+        counts = {
+            name: getattr(self, name)
+            for name in ("batch_size", "limit", "max_target_tokens", "max_new_tokens", "most_failures")
+            if getattr(self, name) is not None
+        }
+        small = [f"{name} = {count}" for name, count in counts.items() if count < 1]
+        if small or self.probes < 0:
+            raise ValueError(
+                f"sizes, limits and lengths must be at least 1, got {', '.join(small) or 'probes below 0'}"
+            )
         if not (self.generate or self.score):
             raise ValueError("generate or score must be true, got neither")
 
