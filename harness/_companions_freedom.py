@@ -25,6 +25,7 @@ class Directions:
         else:
             generator = torch.Generator().manual_seed(v.shape[-1])
             self._probes = torch.randn(PROBES, v.shape[-1], generator=generator, dtype=v.dtype).to(v.device)
+            self._along = self._probes @ v.T
 
     def freedom(self, weights: Tensor, center: Tensor) -> Tensor:
         """Of each row, ``[n]``, at least 1.
@@ -56,7 +57,10 @@ class Directions:
             weighted = weights * along
             return weighted @ v - center * weighted.sum(-1, keepdim=True)
 
-        images = [apply((v @ probe)[None] - (center @ probe)[:, None]) for probe in self._probes]
+        images = [
+            apply(along[None] - (center @ probe)[:, None])
+            for along, probe in zip(self._along, self._probes, strict=True)
+        ]
         norms = [image.square().sum(-1) for image in images]
         direction = images[0] / norms[0].sqrt().clamp(min=1e-300)[:, None]
         strongest = apply(direction @ v.T - (direction * center).sum(-1, keepdim=True)).square().sum(-1)

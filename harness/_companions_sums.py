@@ -39,6 +39,21 @@ class Block:
     projected: int
 
     @cached_property
+    def p2(self) -> Tensor:
+        """``p^2``."""
+        return self.p.square()
+
+    @cached_property
+    def moving(self) -> Tensor:
+        """``scale^2 sum_d q_d^2 k_jd^2``, ``[n, S]``, the variance of a logit whose operands are rounded."""
+        return self.variance(self.k)
+
+    @cached_property
+    def projected_moving(self) -> Tensor:
+        """The same over the projected dimensions."""
+        return self.variance(self.k[:, : self.projected])
+
+    @cached_property
     def norm(self) -> Tensor:
         """``|o|^2``, ``[n, 1]``; its square is a divisor, too, and must not underflow to 0 in a row without keys."""
         return self.out.square().sum(-1, keepdim=True).clamp(min=torch.finfo(self.out.dtype).tiny ** 0.5)
@@ -56,7 +71,7 @@ class Block:
     @cached_property
     def fp32(self) -> Tensor:
         """``s``, ``[n, S]``: what float32 makes of a logit, in roundoffs."""
-        return self.scale * math.sqrt(self.q.shape[-1]) / 2 * self._deviation(self.k) + 2 * self.z.abs()
+        return math.sqrt(self.q.shape[-1]) / 2 * self.moving.sqrt() + 2 * self.z.abs()
 
     def absolute(self, k: Tensor, q: Tensor | None = None) -> Tensor:
         """``|scale| sum_d |q_d| |k_jd|`` over as many leading dimensions as ``k`` has."""
@@ -65,10 +80,7 @@ class Block:
 
     def variance(self, k: Tensor) -> Tensor:
         """``scale^2 sum_d q_d^2 k_jd^2``."""
-        return self._deviation(k).square() * self.scale**2
-
-    def _deviation(self, k: Tensor) -> Tensor:
-        return torch.where(self.seen, self.q[:, : k.shape[1]].square() @ k.square().T, 0.0).sqrt()
+        return self.scale**2 * torch.where(self.seen, self.q[:, : k.shape[1]].square() @ k.square().T, 0.0)
 
     def around_out(self, weights: Tensor) -> Tensor:
         """``sum_j weights (v - o)^2``, expanded so that it is three products."""
@@ -95,12 +107,12 @@ class Block:
 
 def freedom_sums(block: Block) -> dict[str, Tensor]:
     """Degrees of freedom of the errors of weights, against 0 and against the output, and of logits."""
-    directions, p2 = Directions(block.v), block.p.square()
+    directions, p2 = Directions(block.v), block.p2
     zero = torch.zeros_like(block.out)
     return {
         "weight_dof": directions.freedom(p2, zero),
         "spread_dof": directions.freedom(p2, block.out),
-        "key_dof": directions.freedom(p2 * block.variance(block.k), block.out),
+        "key_dof": directions.freedom(p2 * block.moving, block.out),
         "value_dof": torch.ones_like(zero[:, 0]),
     }
 
@@ -124,18 +136,18 @@ def logit_sums(rows: Rows, head: int, block: Block) -> dict[str, Tensor]:
 
 def operand_sums(block: Block) -> dict[str, Tensor]:
     """What rounding queries and keys before they are multiplied can do: each error of a query is in all its logits."""
-    p2, z, q2 = block.p.square(), block.z, block.scale**2 * block.q.square()
-    variance, cut = block.variance(block.k), block.p * block.z
+    p2, z, q2 = block.p2, block.z, block.scale**2 * block.q.square()
+    variance, cut = p2 * block.moving, block.p * z
     moved = block.covariance(block.k)
     return {
-        "operand_spread": block.around_out(p2 * variance),
+        "operand_spread": block.around_out(variance),
         "query_spread": (q2[:, :, None] * moved.square()).sum(1),
         "query_dof": freedom_of_factors(q2.sqrt()[:, :, None] * moved),
         "cut_spread": (cut @ block.v - cut.sum(-1, keepdim=True) * block.out).square(),
-        "scale_operand": block.around_scale(p2 * variance),
+        "scale_operand": block.around_scale(variance),
         "scale_query": (q2 * block.covariance_scale(block.k).square()).sum(-1),
         "scale_cut": (cut * (block.w - 1)).sum(-1).abs(),
-        "lse_operand_power": (p2 * variance).sum(-1) + (q2 * (block.p @ block.k).square()).sum(-1),
+        "lse_operand_power": variance.sum(-1) + (q2 * (block.p @ block.k).square()).sum(-1),
         "lse_cut": cut.sum(-1).abs(),
         "lse_logits_power": (p2 * z.square()).sum(-1),
     }
@@ -143,10 +155,9 @@ def operand_sums(block: Block) -> dict[str, Tensor]:
 
 def value_sums(rows: Rows, head: int, block: Block) -> dict[str, Tensor]:
     """The sums over values, element by element."""
-    p, v, p2, out = block.p, block.v, block.p.square(), block.out
+    p, v, p2, out = block.p, block.v, block.p2, block.out
     seen = block.seen.to(p.dtype)
     v_terms = terms(rows.v_terms, head, v)
-    projected = block.k[:, : block.projected]
     magnitude, power, running = p @ v.abs(), p2 @ v.square(), block.weighted.cumsum(1)
     reach = running_range(running)
     part_sums, part_mass = split_sums(p, v, rows.split_ends)
@@ -166,8 +177,8 @@ def value_sums(rows: Rows, head: int, block: Block) -> dict[str, Tensor]:
         "range_magnitude": reach * magnitude,
         "value_terms": p @ v_terms,
         "value_terms_power": p2 @ v_terms.square(),
-        "key_spread": block.around_out(p2 * block.variance(projected)),
-        "key_terms_spread": block.around_out(p2 * block.variance(terms(rows.k_terms, head, projected))),
+        "key_spread": block.around_out(p2 * block.projected_moving),
+        "key_terms_spread": block.around_out(p2 * _moving_terms(rows, head, block)),
         "logit_spread": block.around_out(p2 * block.z.square()),
         "fp32_spread": block.around_out(p2 * block.fp32.square()),
         "value_max": (v.abs().max() if v.numel() else v.new_zeros(())).expand(len(p)),
@@ -180,8 +191,7 @@ def value_sums(rows: Rows, head: int, block: Block) -> dict[str, Tensor]:
 
 def scale_sums(rows: Rows, head: int, block: Block, sums: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same projected on the output, for the scale statistic; ``sums`` are those of the elements."""
-    p2, projected, seen = block.p.square(), block.k[:, : block.projected], block.seen.to(block.p.dtype)
-    key_terms = block.variance(terms(rows.k_terms, head, projected))
+    p2, seen = block.p2, block.seen.to(block.p.dtype)
     return {
         "scale_p": (p2 * block.w.square()).sum(-1),
         "scale_weight": block.around_scale(p2),
@@ -191,8 +201,8 @@ def scale_sums(rows: Rows, head: int, block: Block, sums: dict[str, Tensor]) -> 
         "scale_input": block.along_out(sums["power"]),
         "scale_value": block.along_out(sums["value_power"]),
         "scale_value_terms": block.along_out(sums["value_terms_power"]),
-        "scale_key": block.around_scale(p2 * block.variance(projected)),
-        "scale_key_terms": block.around_scale(p2 * key_terms),
+        "scale_key": block.around_scale(p2 * block.projected_moving),
+        "scale_key_terms": block.around_scale(p2 * _moving_terms(rows, head, block)),
         "scale_logits": block.around_scale(p2 * block.z.square()),
         "scale_fp32": block.around_scale(p2 * block.fp32.square()),
         "scale_sum": block.along_out(sums["sum_power"]),
@@ -202,13 +212,17 @@ def scale_sums(rows: Rows, head: int, block: Block, sums: dict[str, Tensor]) -> 
 
 def lse_sums(block: Block) -> dict[str, Tensor]:
     """What errors of logits do to their log-sum-exp, if all err alike and if each errs by itself."""
-    variance = block.variance(block.k[:, : block.projected])
     return {
-        "lse_key": (block.p * variance.sqrt()).sum(-1),
-        "lse_key_power": (block.p.square() * variance).sum(-1),
+        "lse_key": (block.p * block.projected_moving.sqrt()).sum(-1),
+        "lse_key_power": (block.p2 * block.projected_moving).sum(-1),
         "lse_fp32": (block.p * block.fp32).sum(-1),
-        "lse_fp32_power": (block.p.square() * block.fp32.square()).sum(-1),
+        "lse_fp32_power": (block.p * block.fp32).square().sum(-1),
     }
+
+
+def _moving_terms(rows: Rows, head: int, block: Block) -> Tensor:
+    """The variance of a logit that sums of ``rows.k_terms`` are accurate against, ``[n, S]``."""
+    return block.variance(terms(rows.k_terms, head, block.k[:, : block.projected]))
 
 
 def terms(found: Tensor | None, head: int, like: Tensor) -> Tensor:
