@@ -77,7 +77,8 @@ def perturbed_oracle(
 
     Args:
         recurrence: In float64.
-        sites: The format to which a kernel may round at each site.
+        sites: The format to which a kernel may round at each site, as ``Contract.formats`` reads it off a contract:
+            ``state`` for what is carried on, ``p`` for operands, ``inputs`` for what comes from outside.
         runs: Of the perturbed recurrence, at least 16.
         seed: Of the noise.
 
@@ -141,7 +142,7 @@ def perturbed_gates(
     Args:
         answer: The kernel's results, by name, in the shapes of the oracle's.
         oracle: Of ``perturbed_oracle``.
-        stored: The format in which the kernel hands out each result.
+        stored: The format in which the kernel hands out each result, again read off its contract.
         sequences: Tokens of each sequence in ``out``, whose first axis is the token; its second one is the head.
 
     Returns:

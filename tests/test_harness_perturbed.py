@@ -9,21 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from assay.harness.contract import Precision
+from assay.harness.contract import Contract, Precision
 from assay.harness.perturbed import Recurrence, Rounded, Spread, perturbed_gates, perturbed_oracle
 from assay.harness.record import GateResult
 
 HEADS, KEYS, VALUES, CHUNK = 2, 12, 20, 16
 LENGTHS = (129, 0, 1, 70)
-SITES: dict[str, Precision] = {
-    "decay": "fp32",
-    "key": "bf16",
-    "query": "bf16",
-    "operand": "bf16",
-    "update": "bf16",
-    "state": "fp32",
-}
-STORED: dict[str, Precision] = {"out": "bf16", "final state": "fp32", "checkpoints": "fp32"}
+# a chunked kernel: bfloat16 operands, a float32 state
+CONTRACT = Contract(p="bf16", out="bf16", inputs="bf16", state="fp32")
+FIELDS = {"decay": "logits", "key": "inputs", "query": "inputs", "operand": "p", "update": "p", "state": "state"}
+RESULTS = {"out": "out", "final state": "state", "checkpoints": "state"}
+SITES, STORED = CONTRACT.formats(FIELDS), CONTRACT.formats(RESULTS)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -143,9 +139,10 @@ def chunked(given: Problem) -> dict[str, Tensor]:
     return {"out": out.bfloat16(), "final state": torch.stack(finals), "checkpoints": torch.stack(checkpoints)}
 
 
-def gates_of(given: Problem, answer: dict[str, Tensor], **formats: Precision) -> dict[str, GateResult]:
-    oracle = perturbed_oracle(delta_rule(given), SITES | formats, seed=1)
-    return {gate.gate: gate for gate in perturbed_gates(answer, oracle, stored=STORED, sequences=given.sequences)}
+def gates_of(given: Problem, answer: dict[str, Tensor], contract: Contract = CONTRACT) -> dict[str, GateResult]:
+    oracle = perturbed_oracle(delta_rule(given), contract.formats(FIELDS), seed=1)
+    gates = perturbed_gates(answer, oracle, stored=contract.formats(RESULTS), sequences=given.sequences)
+    return {gate.gate: gate for gate in gates}
 
 
 def failing(gates: dict[str, GateResult]) -> set[str]:
@@ -199,7 +196,16 @@ def test_a_state_in_bfloat16_fails_where_float32_is_declared(seed: int) -> None:
     given = problem(220 + seed, decay=0.001, beta=0.1)
     answer = emulated(given, state="bf16")
     assert {"G5 median rms out", "G5 row rms final state"} <= failing(gates_of(given, answer))
-    assert failing(gates_of(given, answer, state="bf16")) == set()
+    assert failing(gates_of(given, answer, CONTRACT.promising(state="bf16"))) == set()
+
+
+def test_the_state_is_held_to_its_own_format_alone() -> None:
+    """A state in float16 is between the two, and what a contract says of weights is no excuse for it."""
+    given = problem(240, decay=0.001, beta=0.1)
+    answer = emulated(given, state="fp16")
+    assert failing(gates_of(given, answer)) != set()
+    assert failing(gates_of(given, answer, CONTRACT.promising(p="e4m3", state="fp32"))) != set()
+    assert failing(gates_of(given, answer, CONTRACT.promising(state="fp16"))) == set()
 
 
 @pytest.mark.parametrize("seed", range(3))
