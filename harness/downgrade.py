@@ -235,7 +235,7 @@ def _bias(exam: Exam, out: Tensor, contract: Contract) -> float:
     """Pooled scale error of all rows in standard deviations, sums of low precision being no excuse for a drift."""
     blocks = []
     for rows, c in exam.answers_for(contract):
-        got = out[rows.tokens][:, rows.heads].double()
+        got = out[rows.tokens][:, rows.heads].to(c.out.device).double()
         scale = ScaleRows.of(c, Roundoffs.of(contract, rows), rows, got)
         blocks.append(replace(scale, drift=torch.zeros_like(scale.drift)))
     # a float64 contract has no margin beside the deviation

@@ -6,8 +6,8 @@ row and of pooled rows, and the log-sum-exp. The formulas and their derivation a
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,11 @@ MEDIAN_RMS_LIMIT = 1.1
 FEWEST_KEYS_FOR_RMS = 4
 FEWEST_ROWS_FOR_MEDIAN = 8
 ROWS_KEPT = 1024
+# elements of an answer up to which a CPU judges it sooner
+SMALL_ANSWER = 1 << 20
 SCALE_ROW_SIGMAS = 7.0
+
+Block = TypeVar("Block", Rows, Companions)
 
 __all__ = [
     "MEDIAN_RMS_LIMIT",
@@ -143,8 +147,8 @@ class Tally:
     def add(self, rows: Rows, c: Companions, out: Tensor, lse: Tensor) -> None:
         """Judge one block; ``out`` is ``[T, H, Dv]`` and ``lse`` ``[T, H]``, the kernel's whole answer."""
         u = Roundoffs.of(self._contract, rows)
-        got = out[rows.tokens][:, rows.heads].double()
-        got_lse = lse[rows.tokens][:, rows.heads].double()
+        got = out[rows.tokens][:, rows.heads].to(c.out.device).double()
+        got_lse = lse[rows.tokens][:, rows.heads].to(c.out.device).double()
         error = got - c.out
         self.rows_judged += c.lse.numel()
 
@@ -167,8 +171,8 @@ class Tally:
             # equal rows in every head and request: no statistic applies, and none is needed
             return
         diffuse = seen & (c.n_eff >= FEWEST_KEYS_FOR_RMS)
-        self._rms.append(rms[diffuse])
-        self._freedom.append(freedom[diffuse])
+        self._rms.append(rms[diffuse].cpu())
+        self._freedom.append(freedom[diffuse].cpu())
         self._groups += int(diffuse.any(dim=0).sum())
         ratio = torch.where(diffuse, rms / chi_limit(freedom).clamp(min=ROW_RMS_LIMIT), 0.0)
         self._keep("G5 row rms", ratio, rows, got, c.out, error=error)
@@ -208,7 +212,7 @@ class Tally:
         places = {"token": rows.tokens[:, None], "head": rows.heads[None, :], "position": rows.positions[:, None]}
         kept = {name: place.to(errors["rms"].device).expand(shape) for name, place in places.items()}
         kept |= errors
-        self._row_errors.append({name: column.flatten() for name, column in kept.items()})
+        self._row_errors.append({name: column.flatten().cpu() for name, column in kept.items()})
 
     def _keep(
         self, gate: str, ratio: Tensor, rows: Rows, got: Tensor, expected: Tensor, error: Tensor | None = None
@@ -270,10 +274,19 @@ def judge_answers(
 def oracle_answers(blocks: Iterable[Rows], *, absorbed: bool = False) -> Iterator[tuple[Rows, Companions]]:
     """The companions of each block; its large tensors are dropped, for no gate reads them again.
 
+    A small answer moves to the CPU: the gates take many steps, each of which a device would take longer to begin.
+
     Args:
         blocks: The rows.
         absorbed: Whether for kernels that absorb the projection of keys and values.
     """
     for rows in blocks:
-        small = replace(rows, k=rows.k[:0], v=rows.v[:0], k_terms=None, v_terms=None, latent=None)
-        yield small, companions(rows, absorbed=absorbed)
+        small = replace(rows, q=rows.q[:0], k=rows.k[:0], v=rows.v[:0], k_terms=None, v_terms=None, latent=None)
+        answer = companions(rows, absorbed=absorbed)
+        yield (small, answer) if answer.out.numel() > SMALL_ANSWER else (_on_cpu(small), _on_cpu(answer))
+
+
+def _on_cpu(tensors: Block) -> Block:
+    values = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
+    moved: dict[str, Any] = {name: value.cpu() for name, value in values.items() if isinstance(value, Tensor)}
+    return replace(tensors, **moved)

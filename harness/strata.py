@@ -119,13 +119,14 @@ def pooled_scale(blocks: list[ScaleRows], contract: Contract) -> list[GateResult
         return []
 
     def joined(name: str) -> Tensor:
-        return torch.cat([getattr(block, name) for block in blocks])
+        # blocks may have been judged on different devices; what follows are many small steps
+        return torch.cat([getattr(block, name).cpu() for block in blocks])
 
     used = joined("used")
     if not bool(used.any()):
         return []
     values = {name: joined(name)[used] for name in ("alpha", "independent", "shared", "drift", "tokens")}
-    labels = {name: torch.cat([block.labels[name] for block in blocks])[used] for name in blocks[0].labels}
+    labels = {name: torch.cat([block.labels[name].cpu() for block in blocks])[used] for name in blocks[0].labels}
     margin = contract.roundoff("p") / 256
     worst: dict[str, GateResult] = {}
     groups = {"all": torch.zeros_like(labels["head"]), **labels}
