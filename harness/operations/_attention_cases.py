@@ -16,6 +16,8 @@ SMALL = (24, 16)
 GEOMETRIES = ((128, 128), (192, 128), (256, 256), (72, 40))
 # small models; one dtype for each family is enough
 NARROW = (64, 64)
+# family, longest keys, most queries and heads of the cases at these; the peaked one is rearranged, and asked often
+LONG_CASES = (("diffuse", 8192, 512, 16), ("peaked", 250, 60, 8), ("ramp-v", 2049, 65, 16))
 # query heads that share a key head
 GROUPS = (1, 2, 3, 4, 8)
 CPU_LOGITS = 1 << 22
@@ -54,12 +56,11 @@ def _full_cases(draw: "_Draw") -> None:
             draw.small(family, dtype, causal=(at + rare) % 2 == 0, layout=LAYOUTS[rare], longest=300, requests=6)
         for which, geometry in enumerate((*GEOMETRIES, NARROW)):
             group = GROUPS[(at + which) % len(GROUPS)]
-            for turn, (family, longest, queries) in enumerate(
-                (("diffuse", 8192, 512), ("peaked", 1000, 129), ("ramp-v", 2049, 65))
-            ):
+            for turn, (family, longest, queries, most_heads) in enumerate(LONG_CASES):
                 if geometry != NARROW or dtype == draw.dtype(turn):
                     batch = draw.batch(requests=5, longest=longest, most_queries=queries)
-                    draw.add(family, dtype, batch, geometry, heads=(16 // group * group, 16 // group), causal=True)
+                    heads = most_heads // group * group, most_heads // group
+                    draw.add(family, dtype, batch, geometry, heads=heads, causal=True)
     _path_cases(draw)
 
 
@@ -70,12 +71,12 @@ def _path_cases(draw: "_Draw") -> None:
     draw.add("diffuse", draw.dtype(0), few, heads=(6, 2), causal=False, layout="fused")
     draw.add("peaked", draw.dtype(1), few, heads=(6, 2), causal=True, layout="fused")
     draw.add("diffuse", draw.dtype(2), many, heads=(4, 4), causal=True)
-    draw.add("leverage", draw.dtype(0), many, NARROW, heads=(8, 2), causal=False, layout="strided")
+    draw.add("leverage", draw.dtype(0), many, NARROW, heads=(4, 2), causal=False, layout="strided")
     decoding = decode_batch(rng, requests=16, longest=2100)
     draw.add("peaked", draw.dtype(1), decoding, NARROW, heads=(16, 2), causal=True)
     draw.add("leverage", draw.dtype(2), decoding, NARROW, heads=(9, 3), causal=False, layout="fused")
-    draw.add("ramp-v", draw.dtype(0), Batch(query_lens=[1], context_lens=[5000]), heads=(4, 1), causal=True)
-    draw.add("diffuse", draw.dtype(1), Batch(query_lens=[200], context_lens=[1500]), NARROW, heads=(4, 1), causal=True)
+    draw.add("ramp-v", draw.dtype(0), Batch(query_lens=[1], context_lens=[5000]), heads=(2, 1), causal=True)
+    draw.add("diffuse", draw.dtype(1), Batch(query_lens=[200], context_lens=[1500]), NARROW, heads=(2, 1), causal=True)
     tiny = draw.batch(requests=2, longest=3000, most_queries=33)
     tiny.query_lens.extend([1] * 40)
     tiny.context_lens.extend(log_uniform(rng, 1, 9) for _ in range(40))

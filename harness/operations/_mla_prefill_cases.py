@@ -76,10 +76,10 @@ def mla_prefill_cases(request: CaseRequest) -> list[Case]:
 def _full_cases(draw: "_Draw") -> None:
     for at, dtype in enumerate(draw.request.dtypes):
         for which, family in enumerate((*FAMILIES, *RARE_FAMILIES)):
-            for turn, (chunk, longest) in enumerate(((17, 300), (64, 700), (4096, 700))):
-                # one dtype is enough for the longest chunk, and one chunk for what a few sizes show
-                if dtype == draw.dtype(which + turn) or (chunk < 4096 and family in FAMILIES):
-                    batch = draw.batch(requests=8, longest=longest, most_queries=129, chunk=chunk)
+            for turn, (chunk, longest) in enumerate(((17, 150), (64, 300), (4096, 700))):
+                # one dtype is enough for the longer chunks, and one chunk for what a few sizes show
+                if dtype == draw.dtype(which + turn) or (chunk == 17 and family in FAMILIES):
+                    batch = draw.batch(requests=6, longest=longest, most_queries=129, chunk=chunk)
                     draw.add(family, dtype, SMALL, batch, chunk=chunk, layout=LAYOUTS[chunk % 2])
         draw.captured(dtype, queries=384, tokens=384, chunk=64)
         draw.captured(dtype, queries=17, tokens=384, chunk=17)
@@ -110,7 +110,7 @@ def _path_cases(draw: "_Draw") -> None:
     tiny = draw.batch(requests=2, longest=3000, most_queries=33, chunk=512)
     tiny.query_lens.extend([1] * 30)
     tiny.context_lens.extend(log_uniform(draw.rng, 1, 9) for _ in range(30))
-    draw.add("diffuse", draw.dtype(0), SMALL, tiny, chunk=512)
+    draw.add("diffuse", draw.dtype(0), SMALL_NOPE, tiny, chunk=512)
     vast = draw.batch(requests=3, longest=200, most_queries=17, chunk=64)
     draw.add("diffuse", draw.dtype(2), MODELS[0], vast, chunk=64, layout="vast")
 
