@@ -87,7 +87,7 @@ def make_plan(suite: Suite, model: Model, ids: Mapping[str, Sequence[str]] | Non
             if wanted is None or one.id in wanted
         ]
     if not planned:
-        reasons = "; ".join(unloaded.values()) or (items[0].broken if items else "no samples")
+        reasons = "; ".join(dict.fromkeys(unloaded.values())) or (items[0].broken if items else "no samples")
         raise PlanError(f"suite {suite.name} must have a sample that can be asked, got none: {reasons}")
     wrapped = tuple(name for name in loaded if suite.prompt.wraps(find_task(name), model.tokenizer))
     return Plan(planned=planned, items=items, loaded=loaded, unloaded=unloaded, wrapped=wrapped)
