@@ -51,9 +51,9 @@ def _full_cases(draw: "_Draw") -> None:
     for at, dtype in enumerate(draw.request.dtypes):
         for family in FAMILIES:
             for causal in (False, True):
-                draw.small(family, dtype, causal=causal, layout=LAYOUTS[not causal], longest=300, requests=6)
+                draw.small(family, dtype, causal=causal, layout=LAYOUTS[not causal], longest=200, requests=5)
         for rare, family in enumerate(RARE_FAMILIES):
-            draw.small(family, dtype, causal=(at + rare) % 2 == 0, layout=LAYOUTS[rare], longest=300, requests=6)
+            draw.small(family, dtype, causal=(at + rare) % 2 == 0, layout=LAYOUTS[rare], longest=200, requests=5)
         for which, geometry in enumerate((*GEOMETRIES, NARROW)):
             group = GROUPS[(at + which) % len(GROUPS)]
             for turn, (family, longest, queries, most_heads) in enumerate(LONG_CASES):
@@ -159,7 +159,7 @@ class _Draw:
     ) -> None:
         batch = self.batch(requests=requests, longest=longest)
         # groups of eight cost most where tiles are interpreted: the decoding case of the smoke tier has one
-        group = GROUPS[int(self.rng.integers(len(GROUPS) - (longest < 300)))]
+        group = GROUPS[int(self.rng.integers(len(GROUPS) - (longest < 200)))]
         kv_heads = 2 if group < 3 else 1
         # a request without queries and one without keys, amid the others; the values of the former are nobody's
         if family == "nonfinite-v" or self.rng.integers(2):
