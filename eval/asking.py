@@ -37,6 +37,7 @@ class Questioner:
         model: The model.
         asking: How it is asked.
         largest: Samples that are asked at once at most; halved whenever they do not fit.
+        kernels: That must serve every sample, as ``stage/kernel``.
         notes: What happened on the way, for people.
         model_seconds: Spent inside the model.
         clock: Seconds.
@@ -45,6 +46,7 @@ class Questioner:
     model: Model
     asking: Asking
     largest: int
+    kernels: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
     model_seconds: float = 0.0
     clock: Clock = time.perf_counter
@@ -66,7 +68,7 @@ class Questioner:
             took = self.clock() - began
             self.model_seconds += took
             for place, (one, answer, losses) in enumerate(zip(part, generated, scored, strict=True)):
-                record = _record(one, answer, losses, self.asking)
+                record = _served(_record(one, answer, losses, self.asking), self.kernels)
                 record |= {
                     "batch_id": batch.number,
                     "batch_size": len(part),
@@ -173,6 +175,17 @@ def _record(
         }
         calls = {name: calls.get(name, 0) + losses.kernel_calls.get(name, 0) for name in {*calls, *losses.kernel_calls}}
     return record | {"kernel_calls": calls}
+
+
+def _served(record: dict[str, Any], kernels: Sequence[str]) -> dict[str, Any]:
+    """The record, failed where a stage was not served by the kernel that must serve it, and by that one alone."""
+    for kernel in kernels if record["status"] == OK else ():
+        stage = kernel.partition("/")[0]
+        calls = {name: count for name, count in record["kernel_calls"].items() if name.partition("/")[0] == stage}
+        if set(calls) != {kernel} or calls[kernel] < 1:
+            got = ", ".join(f"{name} {count} times" for name, count in sorted(calls.items())) or "no call"
+            return record | {"status": ERROR, "error": f"{stage} must be served by {kernel} alone, got {got}"}
+    return record
 
 
 def _gaps(gaps: Sequence[float]) -> list[float]:

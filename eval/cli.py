@@ -50,6 +50,9 @@ def run(
     factor: Annotated[
         list[str] | None, typer.Option(help="name=level, such as kernel=new: what is compared; repeatable.")
     ] = None,
+    require_kernel: Annotated[
+        list[str] | None, typer.Option(help="stage/kernel that alone must serve every sample; repeatable.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show plan and estimate, and stop.")] = False,
 ) -> None:
     """Run a suite, or go on with a run that was interrupted.
@@ -74,6 +77,7 @@ def run(
             seed=seed,
             label=label,
             factors=_pairs(factor or [], "--factor"),
+            kernels=tuple(require_kernel or ()),
             dry_run=dry_run,
         )
         code = run_suite(options, Console())

@@ -245,6 +245,9 @@ def _arm(arm: Arm) -> dict[str, Any]:
         "factors": arm.factors,
         "fingerprint": arm.manifest["fingerprint"],
         "counts": dict(arm.counts()),
+        "cut_answers": sum(
+            record.get("finish_reason") == "length" for records in arm.records.values() for record in records.values()
+        ),
     }
 
 

@@ -22,7 +22,14 @@ _GIT_SECONDS = 10
 
 
 def make_manifest(
-    suite: Suite, model: Model, plan: Plan, *, label: str, factors: dict[str, str], options: dict[str, str]
+    suite: Suite,
+    model: Model,
+    plan: Plan,
+    *,
+    label: str,
+    factors: dict[str, str],
+    options: dict[str, str],
+    kernels: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """The manifest, without secrets.
 
@@ -33,6 +40,7 @@ def make_manifest(
         label: As reports call the run.
         factors: Named factors of the run, such as ``kernel``.
         options: Of the model, as the command line had them.
+        kernels: That must serve every sample.
     """
     content, scorers = suite_content(suite), {name: _scorers(plan, name) for name in plan.loaded}
     data = {name: {"sha256": one.sha256, "files": one.files} for name, one in plan.loaded.items()}
@@ -46,6 +54,7 @@ def make_manifest(
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
         "wrapped": list(plan.wrapped),
+        "kernels": list(kernels),
     }
     comparable = {
         "schema": SCHEMA,

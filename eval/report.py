@@ -59,7 +59,13 @@ def _print_pair(console: Console, pair: Pair) -> None:
         console.print(_table("kernel calls", ["kernel", "first", "second"], text.kernel_rows(pair)))
     if pair.failures.table:
         console.print(_table("not answered", ["task", "first", "second", "samples"], text.failure_rows(pair)))
-    lines = [*text.divergence_lines(pair), *text.noise_lines(pair), *text.speed_lines(pair), *text.failure_lines(pair)]
+    lines = [
+        *text.task_lines(pair),
+        *text.divergence_lines(pair),
+        *text.noise_lines(pair),
+        *text.speed_lines(pair),
+        *text.failure_lines(pair),
+    ]
     for line in lines:
         console.print(Text(line), soft_wrap=True)
     for flip in pair.flips[:MOST_FLIPS]:

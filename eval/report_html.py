@@ -61,7 +61,13 @@ def html_report(comparison: Comparison) -> str:
 
 
 def _pair(at: int, pair: Pair) -> dict[str, Any]:
-    lines = [*text.failure_lines(pair), *text.divergence_lines(pair), *text.noise_lines(pair), *text.speed_lines(pair)]
+    lines = [
+        *text.failure_lines(pair),
+        *text.task_lines(pair),
+        *text.divergence_lines(pair),
+        *text.noise_lines(pair),
+        *text.speed_lines(pair),
+    ]
     return {
         "title": text.title(pair),
         "gates": _gates(pair.gates),

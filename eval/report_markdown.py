@@ -34,7 +34,7 @@ def _pair(pair: Pair) -> list[str]:
     if pair.failures.table:
         rows = text.failure_rows(pair)
         parts += ["\n".join(text.failure_lines(pair)), _table(("task", "first", "second", "samples"), rows)]
-    parts.append("\n".join(text.divergence_lines(pair)))
+    parts.append("\n".join([*text.task_lines(pair), *text.divergence_lines(pair)]))
     parts += ["\n".join(lines) for lines in (text.noise_lines(pair), text.speed_lines(pair)) if lines]
     if pair.tasks:
         tasks = _table(text.TASK_COLUMNS, [text.task_cells(result) for result in pair.tasks])

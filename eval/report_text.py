@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from .averages import averages
 from .comparison import Comparison, GateResult, Pair, TaskResult
-from .statistics import Estimate, Verdict
+from .statistics import ALPHA, Estimate, Verdict
 from .suite import NLL
 
 MARKS = {
@@ -122,6 +122,17 @@ def task_cells(result: TaskResult) -> tuple[str, ...]:
     )
 
 
+def task_lines(pair: Pair) -> list[str]:
+    """Whether any single task lost, all tasks taken into account."""
+    if len(pair.tasks) < 2:
+        return []
+    lost = [result for result in pair.tasks if result.estimate.high < 0 and result.p_holm < ALPHA]
+    if not lost:
+        return [f"No single task of {len(pair.tasks)} lost for certain (Holm over the tasks)."]
+    names = ", ".join(f"{one.task} {one.second - one.first:+.2f} points (p {p_text(one.p_holm)})" for one in lost)
+    return [f"Lost for certain, Holm over {len(pair.tasks)} tasks: {names}."]
+
+
 def average_rows(pair: Pair) -> list[tuple[str, ...]]:
     """Both averages of both runs with the tasks they are made of."""
     first = averages((result.task, result.first) for result in pair.tasks)
@@ -226,4 +237,5 @@ def arm_rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
     """Label, model, counts of samples."""
     for label, arm in comparison.arms.items():
         counts = ", ".join(f"{count} {status}" for status, count in sorted(arm["counts"].items()))
+        counts += f"; {arm['cut_answers']} answers cut at their greatest length" if arm["cut_answers"] else ""
         yield label, str(arm["model"].get("name", "")), counts, arm["folder"], arm["fingerprint"][:12]

@@ -42,6 +42,7 @@ class RunOptions:
         ids_from: A run whose samples are asked.
         label: As reports call the run; the folder's name if empty.
         factors: Named factors, such as ``kernel`` and ``scores``.
+        kernels: Kernels that must serve every sample, as ``stage/kernel``; no other may serve that stage.
         dry_run: Whether to stop after plan and estimate.
     """
 
@@ -57,6 +58,7 @@ class RunOptions:
     ids_from: Path | None = None
     label: str = ""
     factors: Mapping[str, str] = field(default_factory=dict)
+    kernels: tuple[str, ...] = ()
     dry_run: bool = False
 
 
@@ -73,7 +75,13 @@ def run_suite(options: RunOptions, console: Console) -> int:
     plan = make_plan(suite, model, _ids(options.ids_from))
     label = options.label or options.out.name
     manifest = make_manifest(
-        suite, model, plan, label=label, factors=dict(options.factors), options=dict(options.model_options)
+        suite,
+        model,
+        plan,
+        label=label,
+        factors=dict(options.factors),
+        options=dict(options.model_options),
+        kernels=options.kernels,
     )
     folder = RunFolder(options.out)
     batches = make_batches(plan.planned, suite.asking.batch_size, seed=suite.asking.seed)
@@ -94,14 +102,17 @@ def run_suite(options: RunOptions, console: Console) -> int:
                 console.print(note, style="yellow", soft_wrap=True)
         else:
             folder.create(manifest, plan.items)
-        return _Run(folder, suite, model, console).go(plan, batches)
+        return _Run(folder, suite, model, options.kernels, console).go(plan, batches)
 
 
 class _Run:
     """One process at work on a run."""
 
-    def __init__(self, folder: RunFolder, suite: Suite, model: Model, console: Console) -> None:
-        self._folder, self._suite, self._model, self._console = folder, suite, model, console
+    def __init__(
+        self, folder: RunFolder, suite: Suite, model: Model, kernels: tuple[str, ...], console: Console
+    ) -> None:
+        self._folder, self._suite, self._model, self._kernels = folder, suite, model, kernels
+        self._console = console
         self._clock: Clock = time.perf_counter
 
     def go(self, plan: Plan, batches: list[Batch]) -> int:
@@ -112,7 +123,7 @@ class _Run:
         _announce(plan, batches, left, self._model, self._suite, self._console)
         before = self._folder.read_json(STATUS)
         size = min(self._suite.asking.batch_size, before.get("largest_batch", self._suite.asking.batch_size))
-        questioner = Questioner(self._model, self._suite.asking, size, clock=self._clock)
+        questioner = Questioner(self._model, self._suite.asking, size, self._kernels, clock=self._clock)
         began = self._clock()
         try:
             gave_up = self._ask(left, questioner, attempts)
@@ -235,4 +246,4 @@ def _announce(
     if estimate.seconds is None:
         console.print(estimate.basis, style="yellow", markup=False)
     else:
-        console.print(f"estimate: at most {duration(estimate.seconds)}, {estimate.basis}", highlight=False)
+        console.print(f"estimate: about {duration(estimate.seconds)}, {estimate.basis}", highlight=False)

@@ -53,10 +53,14 @@ def _task(folder: RunFolder, name: str) -> dict[str, Any]:
     good = [records[one] for one, status in statuses.items() if status == OK]
     losses = [record["gold_nll"] for record in good if record.get("gold_nll") is not None]
     answers = [record for record in good if record.get("output_text") is not None]
-    scores = {}
+    scores: dict[str, float] = {}
+    strata: dict[str, list[float]] = {}
     for scorer in task.scorers if answers else ():
         values = scores_of(folder, task, find_scorer(scorer), items, records)
         scores[scorer] = round(100 * fmean(values.values()), 2)
+        for item in items if scorer == task.scored_by else ():
+            if item.stratum and item.id in values:
+                strata.setdefault(item.stratum, []).append(values[item.id])
     calls: Counter[str] = Counter()
     for record in good:
         calls.update(record.get("kernel_calls") or {})
@@ -69,6 +73,7 @@ def _task(folder: RunFolder, name: str) -> dict[str, Any]:
     return {
         "counts": dict(Counter(statuses.values())),
         "scores": scores,
+        "parts": {label: [len(found), round(100 * fmean(found), 2)] for label, found in strata.items()},
         "gold_nll": round(fmean(losses), 6) if losses else None,
         "cut_answers": sum(record["finish_reason"] == "length" for record in answers),
         "truncated_prompts": sum(item.truncated for item in items),

@@ -60,6 +60,7 @@ def test_the_terminal_ends_with_the_verdict(comparison: Comparison) -> None:
     assert "1 samples failed in one run alone" in text
     assert "again repeats old:" in text
     assert "new kernel" in text
+    assert "Lost for certain, Holm over 2 tasks: gsm8k_cot -42" in text
 
 
 def test_every_report_has_the_same_numbers(comparison: Comparison, tmp_path: Path) -> None:

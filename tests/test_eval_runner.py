@@ -6,8 +6,10 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from eval_models import SUITE, DigestModel, ask_suite, samples
@@ -56,10 +58,11 @@ def test_every_sample_is_asked_once_and_kept(ask: Any, tmp_path: Path) -> None:
     assert first["attempt"] == 1
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["counts"] == {"ok": 18}
+    assert summary["tasks"]["needle"]["parts"] == {"30 words, 50 %": [2, 0.0], "60 words, 50 %": [2, 0.0]}
     assert set(summary["tasks"]["synthetic_trec"]["scores"]) == {"classification", "classification_every_match"}
     assert summary["tasks"]["needle"]["kernel_calls"] == {"digest": 12}
     assert "suite tiny: 18 samples in 8 batches" in output
-    assert re.search(r"estimate: at most \d+ s, measured on one prompt of \d+ tokens", output)
+    assert re.search(r"estimate: about \d+ s, measured on one prompt of \d+ tokens", output)
     # what is measured for the estimate is asked besides
     assert sum(model.calls) == 18 + 3
 
@@ -139,6 +142,44 @@ def test_a_run_gives_up_when_nothing_answers(ask: Any, tmp_path: Path, suite: Pa
     assert "gave up: 4 samples failed in a row" in output
     # the batch in which the fourth failed is kept, and no other was asked
     assert len(samples(tmp_path / "run")) == 6
+
+
+@pytest.mark.parametrize(
+    ("kernel", "calls", "reason"),
+    [
+        ("prefill/ours", {"prefill/ours": 30, "decode/other": 9}, None),
+        ("prefill/ours", {"prefill/ours": 30, "prefill/eager": 1}, "got prefill/eager 1 times, prefill/ours 30 times"),
+        ("prefill/ours", {"prefill/eager": 30}, "got prefill/eager 30 times"),
+        ("prefill/ours", {}, "got no call"),
+        ("prefill/ours", {"prefill/ours": 0}, "got prefill/ours 0 times"),
+    ],
+)
+def test_a_kernel_that_was_asked_for_must_serve_every_sample(
+    ask: Any, tmp_path: Path, kernel: str, calls: dict[str, int], reason: str | None
+) -> None:
+    class Counting(DigestModel):
+        def _answer(self, text: str, whole: int) -> Any:
+            return Generated(text="1", ids=(1,), finish_reason="stop", kernel_calls=calls)
+
+        def _score(self, request: Any, whole: int) -> Any:
+            return replace(super()._score(request, whole), kernel_calls={})
+
+    code, _, _ = ask(model=Counting(), kernels=(kernel,))
+    errors = {record["error"] for record in samples(tmp_path / "run")}
+    assert errors == {None if reason is None else f"prefill must be served by prefill/ours alone, {reason}"}
+    assert code == (ExitCode.PASSED if reason is None else ExitCode.FAILURES)
+
+
+def test_a_scorer_without_its_library_stops_the_run_before_it_asks(ask: Any, suite: Path, tmp_path: Path) -> None:
+    from assay.eval.scorers import segmentation
+
+    suite.write_text(SUITE.format(asking="").replace('"synthetic_qasper"', '"synthetic_multifieldqa_zh"'))
+    segmentation._tokenizer.cache_clear()
+    model = DigestModel()
+    with mock.patch.dict(sys.modules, {"jieba": None}), pytest.raises(ModuleNotFoundError, match=r"\[chinese\]"):
+        ask(model=model)
+    assert model.calls == []
+    assert not (tmp_path / "run").exists()
 
 
 def test_numbers_that_are_none_are_failures(ask: Any, tmp_path: Path) -> None:

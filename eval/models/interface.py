@@ -50,7 +50,8 @@ class Generated:
         ids: All token ids that were generated, also those of a stop text.
         finish_reason: ``stop`` (end of sequence or stop text) or ``length``.
         gaps: Per generated token, the log-probability of the likeliest token minus that of the next; empty if unknown.
-        kernel_calls: How often each kernel served this request, by name; empty if the model cannot tell.
+        kernel_calls: How often each kernel served this request, by ``stage/kernel`` such as ``prefill/chunked``; empty
+            if the model cannot tell.
         latency_s: From sending the request to its end; None where the request was one of a batch.
         first_token_s: From sending the request to its first token; None if unknown.
         facts: What else is known, such as accepted draft tokens; plain values.
