@@ -31,7 +31,7 @@ def gate_chart(results: Sequence[GateResult], label: str) -> str:
             axes.axvline(place, color=colour, lw=1.0, ls="-" if place else ":")
         axes.set_xlim(-WIDEST, WIDEST)
         _names(axes, [result.gate.name for result in shown])
-        axes.set_xlabel("gain ÷ margin, with 95 % interval; the shaded part is accepted as the same")
+        axes.set_xlabel("gain ÷ margin, 95 % interval; shaded: accepted")
         return svg_text(figure, label)
 
 
@@ -57,6 +57,7 @@ def position_chart(pair: Pair, label: str) -> str:
         axes = figure.subplots()
         axes.bar(range(len(positions)), list(positions.values()), color=SERIES[0], width=0.7)
         axes.set_xticks(range(len(positions)), list(positions))
+        axes.set_xlim(-0.75, max(len(positions), 4) - 0.25)
         axes.set_xlabel("first generated token that differs")
         axes.set_ylabel("answers")
         axes.grid(axis="y")
