@@ -14,6 +14,7 @@ from .exit_code import ExitCode
 app = typer.Typer(
     name="eval",
     no_args_is_help=True,
+    add_completion=False,
     help="Does a swapped kernel hurt a model: the same questions before and after, and a verdict with its uncertainty.",
 )
 
