@@ -17,6 +17,7 @@ Judge = Callable[[Case], list[Record]]
 CASE_BYTES = 16 << 30
 CORES_EACH = 4
 MOST_JOBS = 4
+THREADS_EACH = 2
 
 _judge: Judge | None = None
 
@@ -56,6 +57,8 @@ def _begin(prepare: Callable[[], Judge]) -> None:
     global _judge
     # Ctrl-C is the parent's to handle: it ends this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # each process would otherwise take all cores for every small step, and wait for the others at its end
+    torch.set_num_threads(THREADS_EACH)
     _judge = prepare()
 
 
