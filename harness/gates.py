@@ -37,6 +37,7 @@ __all__ = [
     "Roundoffs",
     "Tally",
     "Variances",
+    "at_hand",
     "chi_limit",
     "exact_elements",
     "hard_envelope",
@@ -269,6 +270,12 @@ def judge_answers(
     for rows, c in answers:
         tally.add(rows, c, out, lse)
     return tally
+
+
+def at_hand(answer: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """A kernel's answer, on the CPU if it is small."""
+    out, lse = answer
+    return (out, lse) if out.numel() > SMALL_ANSWER else (out.cpu(), lse.cpu())
 
 
 def oracle_answers(blocks: Iterable[Rows], *, absorbed: bool = False) -> Iterator[tuple[Rows, Companions]]:

@@ -11,7 +11,7 @@ from .case import Case
 from .companions import Companions
 from .contract import Contract
 from .execution import Execution, Stop, describe, execute
-from .gates import judge_answers, nonfinite_gates, oracle_answers
+from .gates import at_hand, judge_answers, nonfinite_gates, oracle_answers
 from .layouts import relocated
 from .metamorphic import judge_again
 from .operation import Kernel, Operation, Rows
@@ -178,14 +178,15 @@ def assess(exam: Exam, execution: Execution | Stop) -> Finding:
     if isinstance(execution, Stop):
         return Finding(verdict=execution.verdict, text=execution.text, gates=execution.gates)
     case, contract, outline = exam.case, execution.contract, exam.operation.outline(exam.case)
-    gates = nonfinite_gates(*execution.first, outline)
+    first, last = at_hand(execution.first), at_hand(execution.last)
+    gates = nonfinite_gates(*first, outline)
     if not all(gate.passed for gate in gates):
         return Finding(verdict=Verdict.NONFINITE, text=_failed(gates).text, gates=tuple(gates))
     oracle = exam.answers_for(contract)
     blocks = relocated([rows for rows, _ in oracle], exam.inputs.arguments, case, execution.conventions)
     answers = list(zip(blocks, (c for _, c in oracle), strict=True))
     # a kernel that promises no determinism must pass with its last answer as well as with its first
-    for answer in [execution.first] if contract.deterministic else [execution.first, execution.last]:
+    for answer in [first] if contract.deterministic else [first, last]:
         tally = judge_answers(*answer, answers, contract=contract, family=case.family)
         gates += sorted(tally.results(), key=lambda gate: gate.gate)
     judged: dict[str, Any] = {"rows_judged": tally.rows_judged, "rows": tally.row_errors()}
