@@ -56,8 +56,8 @@ class Tail:
 
     @property
     def shape_error(self) -> float:
-        """Standard error of the shape, in the limit of many peaks."""
-        return (1 + self.shape) / math.sqrt(self.peaks)
+        """Standard error of the shape, in the limit of many peaks; NaN for tails that end so abruptly that it has none."""
+        return (1 + self.shape) / math.sqrt(self.peaks) if self.shape > -0.5 else math.nan
 
     @property
     def end(self) -> float:

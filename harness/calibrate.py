@@ -159,7 +159,10 @@ def _gate_table(collection: Collection) -> list[str]:
         fitted = ["", "", ""]
         if tail is not None:
             end = f"{tail.end:.2f}" if math.isfinite(tail.end) else "no end"
-            fitted = [f"{tail.shape:.2f} ± {tail.shape_error:.2f}", end, f"{false_rejects(tail, ratios.per_run):.1g}"]
+            shape = (
+                f"{tail.shape:.2f}" if math.isnan(tail.shape_error) else f"{tail.shape:.2f} ± {tail.shape_error:.2f}"
+            )
+            fitted = [shape, end, f"{false_rejects(tail, ratios.per_run):.1g}"]
         high = float(np.quantile(ratios.every, 0.999, method="higher"))
         _, where = collection.worst.get(ratios.gate, (0.0, ""))
         numbers = [str(len(ratios.every)), f"{max(ratios.every):.3f}", where, f"{high:.3f}"]

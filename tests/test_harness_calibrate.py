@@ -2,6 +2,7 @@
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ def test_a_bounded_tail_ends_and_the_others_do_not() -> None:
     assert BOUNDED.beyond(0.71) == 0
     assert EXPONENTIAL.end == HEAVY.end == math.inf
     assert HEAVY.shape_error == pytest.approx(0.15)
+    # an end that is reached has no standard error: the likelihood is not regular there
+    assert math.isnan(replace(HEAVY, shape=-0.9).shape_error)
 
 
 @pytest.mark.parametrize("shape", [-0.3, 0.0, 0.3])
