@@ -56,7 +56,7 @@ class Tail:
 
     @property
     def shape_error(self) -> float:
-        """Standard error of the shape, in the limit of many peaks; NaN for tails that end so abruptly that it has none."""
+        """Standard error of the shape, in the limit of many peaks; NaN where the tail ends too abruptly to have one."""
         return (1 + self.shape) / math.sqrt(self.peaks) if self.shape > -0.5 else math.nan
 
     @property
