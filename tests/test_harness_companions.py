@@ -99,7 +99,7 @@ def naive_row(rows: Rows, i: int, h: int) -> dict[str, Any]:
         return [sum(p[j] * x[j] * (v[j][d] - o[d]) for j in keys) for d in value_dims]
 
     def moved_scale(x: dict[int, float]) -> float:
-        return sum(p[j] * x[j] * (w[j] - 1) for j in keys)
+        return float(sum(p[j] * x[j] * (w[j] - 1) for j in keys))
 
     power = [sum(p[j] ** 2 * v[j][d] ** 2 for j in keys) for d in value_dims]
     split_power = [sum(partial[c, d] ** 2 for c in range(len(parts))) for d in value_dims]

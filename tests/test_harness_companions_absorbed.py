@@ -198,8 +198,9 @@ def run(function: Callable[..., Any], case: Case) -> Record:
 
 def named(name: str) -> Callable[..., Any]:
     faults, variants = load("mla_prefill")
-    (entry,) = [entry for entry in (*faults, *variants) if entry.name == name]
-    return entry.function
+    functions: dict[str, Callable[..., Any]] = {one.name: one.function for one in faults}
+    functions |= {one.name: one.function for one in variants}
+    return functions[name]
 
 
 def small_case(family: str, dtype: str, seed: int) -> Case:
