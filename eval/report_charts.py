@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
-from ..harness._charts_style import BAD, INK, MUTED, SERIES, style, svg_text
+from ..harness.report.chart_style import BAD, INK, MUTED, SERIES, style, svg_text
 from .comparison import GateResult, Pair, TaskResult
 
 if TYPE_CHECKING:

@@ -157,7 +157,7 @@ class _Run:
         from rich.text import Text
 
         from .plan import describe
-        from .report import failure_lines, print_run
+        from .report.terminal import failure_lines, print_run
 
         stream = io.StringIO()
         console = Console(file=stream, width=REPORT_WIDTH, color_system=None, highlight=False)

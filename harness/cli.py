@@ -226,7 +226,7 @@ def mutate(
     Exit codes: 0 all found and none rejected, 1 otherwise, 2 usage, 130 interrupted.
     """
     with starting(device=device):
-        from .mutate_command import MutateOptions, run_mutate
+        from .mutation.command import MutateOptions, run_mutate
         from .plan import UsageError
 
     options = MutateOptions(
@@ -282,7 +282,7 @@ def report(
     """
     with starting(device="cpu"):
         from .plan import UsageError
-        from .report_command import run_report
+        from .report.command import run_report
 
     try:
         code = run_report(run[0], against, out, tuple(form or ()), console, others=run[1:])
@@ -304,7 +304,7 @@ def compile_kernels(
     7 harness error, 130 interrupted.
     """
     with starting(device="cpu"):
-        from .compile_gate import CompileOptions, run_compile
+        from .counts.compile_gate import CompileOptions, run_compile
 
     options = CompileOptions(ops=tuple(ops or ()), archs=tuple(arch or ()), accept=accept, out=out)
     _run_gate(lambda: run_compile(options, console))
@@ -324,7 +324,7 @@ def cost(
     130 interrupted.
     """
     with starting(device="cpu"):
-        from .host_cost import CostOptions, run_cost
+        from .counts.host_cost import CostOptions, run_cost
 
     options = CostOptions(ops=tuple(ops or ()), kernel=kernel, baseline=baseline, accept=accept, out=out)
     _run_gate(lambda: run_cost(options, console))

@@ -17,7 +17,7 @@ from .contract import PRECISION_OF_DTYPE, Contract
 from .conventions import Conventions
 from .interpreter import InterpretedBfloat16Error, no_interpreted_bfloat16
 from .layouts import empty_row_gates, prepared, restated
-from .metamorphic import MOVES, Rearranged, ask_again
+from .metamorphic.gate import MOVES, Rearranged, ask_again
 from .operation import Inputs, Kernel, Operation, Outline
 from .phases import phase
 from .poison import SENTINEL, Allocations, poisoned_allocations, same_bits

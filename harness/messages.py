@@ -21,7 +21,7 @@ from torch import Tensor
 from .contract import Contract
 from .conventions import Conventions
 from .execution import Execution, Stop
-from .metamorphic import Rearranged
+from .metamorphic.gate import Rearranged
 from .record import GateResult, Location, Verdict
 
 HEADER = struct.Struct("<8sQQ")

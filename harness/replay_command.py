@@ -16,7 +16,7 @@ from .operation import Kernel, Operation
 from .options import resolve_device
 from .plan import UsageError
 from .record import ExitCode, Record, Verdict
-from .report import failure_lines
+from .report.terminal import failure_lines
 from .runner import run_case
 from .shrink import fault_kind
 from .worker import isolated

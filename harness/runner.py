@@ -13,7 +13,7 @@ from .contract import Contract
 from .execution import Execution, Stop, describe, execute
 from .gates import at_hand, judge_answers, nonfinite_gates, oracle_answers
 from .layouts import relocated
-from .metamorphic import judge_again
+from .metamorphic.gate import judge_again
 from .operation import Kernel, Operation, Rows
 from .phases import Spent, accounted, phase
 from .record import GateResult, Record, RowErrors, Verdict

@@ -28,7 +28,7 @@ from .operation import Kernel, Operation
 from .options import CheckOptions, case_request, chosen_operations, chosen_shard, command_of, resolve_device
 from .plan import Selection, UsageError, describe, plan_cases
 from .record import ExitCode, Record, Verdict, open_records
-from .report import case_table, failure_lines, print_run
+from .report.terminal import case_table, failure_lines, print_run
 from .runner import Exam, ExamRoom, run_case
 from .waivers import Waiver, apply, findings, load_waivers
 from .worker import isolated

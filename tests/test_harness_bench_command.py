@@ -200,7 +200,7 @@ def assay(*arguments: object) -> Any:
 def test_without_a_device_host_work_is_counted_instead(
     monkeypatch: pytest.MonkeyPatch, counted: int, against: bool, code: int
 ) -> None:
-    host_cost = pytest.importorskip("assay.harness.host_cost", reason="counts of host work are made elsewhere")
+    host_cost = pytest.importorskip("assay.harness.counts.host_cost", reason="counts of host work are made elsewhere")
     asked: list[Any] = []
     monkeypatch.setattr(cli, "console", Console(width=300))
 

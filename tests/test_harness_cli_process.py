@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from assay.harness.run_folder import read_run
+from assay.harness.report.run_folder import read_run
 
 HEAVY = ("torch", "triton", "numpy")
 

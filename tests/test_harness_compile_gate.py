@@ -9,12 +9,12 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from assay.harness import compile_gate
-from assay.harness._compile_binary import opcodes_of
-from assay.harness._compile_coverage import uncovered_kernels
-from assay.harness._compile_variants import ARCHITECTURES, Build, builds
 from assay.harness.cli import app
-from assay.harness.compile_gate import (
+from assay.harness.counts import compile_gate
+from assay.harness.counts._compile_binary import opcodes_of
+from assay.harness.counts._compile_coverage import uncovered_kernels
+from assay.harness.counts._compile_variants import ARCHITECTURES, Build, builds
+from assay.harness.counts.compile_gate import (
     COMMITTED,
     KERNEL_FOLDER,
     CompileOptions,
@@ -24,7 +24,7 @@ from assay.harness.compile_gate import (
 )
 
 pytest.importorskip("triton", reason="triton has no wheel outside Linux")
-from assay.harness import _compile_worker
+from assay.harness.counts import _compile_worker
 
 Found = dict[str, dict[str, dict[str, Any]]]
 

@@ -17,12 +17,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from assay.harness import faults, mutate, operations
+from assay.harness import faults, operations
 from assay.harness.case import Case
 from assay.harness.faults import Fault, Variant, load
 from assay.harness.faults._chunked import attention_twin, mla_prefill_twin
 from assay.harness.kernels import find_kernels, wrap_function
-from assay.harness.mutate import FaultResult, KillMatrix, Outcome, Status, VariantResult, kill_matrix, render
+from assay.harness.mutation import mutate
+from assay.harness.mutation.mutate import FaultResult, KillMatrix, Outcome, Status, VariantResult, kill_matrix, render
 from assay.harness.operation import CaseRequest
 from assay.harness.plan import DTYPES
 from assay.harness.poison import same_bits

@@ -14,17 +14,18 @@ from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
 
-from assay.harness import _host_worker, host_cost, operations
-from assay.harness._callgrind import environment, instructions_of, why_not
-from assay.harness._host_counts import StepCounts, WorkCounter, count_steps, python_calls
-from assay.harness._host_steps import host_steps
-from assay.harness._host_worker import PROVIDERS
+from assay.harness import operations
 from assay.harness.cli import app
-from assay.harness.count_baseline import accept, compare
-from assay.harness.host_cost import COMMITTED, CostOptions, HostCosts, instruction_growth, run_cost
+from assay.harness.counts import _host_worker, host_cost
+from assay.harness.counts._callgrind import environment, instructions_of, why_not
+from assay.harness.counts._host_counts import StepCounts, WorkCounter, count_steps, python_calls
+from assay.harness.counts._host_steps import host_steps
+from assay.harness.counts._host_worker import PROVIDERS
+from assay.harness.counts.baseline import accept, compare
+from assay.harness.counts.host_cost import COMMITTED, CostOptions, HostCosts, instruction_growth, run_cost
+from assay.harness.counts.standin_device import DEVICE, OnDevice, standin_device, to_standin
 from assay.harness.kernels import find_kernels
 from assay.harness.plan import UsageError
-from assay.harness.standin_device import DEVICE, OnDevice, standin_device, to_standin
 
 PLANTED = f"{Path(__file__).with_name('planted_costs.py')}"
 
@@ -317,7 +318,7 @@ def test_a_machine_without_valgrind_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 
 COUNTING = """
 import sys
-from assay.harness._callgrind import count_instructions
+from assay.harness.counts._callgrind import count_instructions
 count_instructions({"short": lambda: sum(range(1000, 2000)), "long": lambda: sum(range(1000, 4000))})
 """
 

@@ -22,12 +22,13 @@ from builders import (
 )
 from torch import Tensor
 
-from assay.harness import metamorphic, plugin
+from assay.harness import plugin
 from assay.harness.case import Case
 from assay.harness.conventions import Conventions
 from assay.harness.kernels import wrap_function
 from assay.harness.layouts import prepared
-from assay.harness.metamorphic import ask_again, judge_again, metamorphic_gates
+from assay.harness.metamorphic import gate as metamorphic_gate
+from assay.harness.metamorphic.gate import ask_again, judge_again, metamorphic_gates
 from assay.harness.operation import Kernel
 from assay.harness.record import GateResult
 
@@ -341,7 +342,7 @@ def test_asking_leaves_the_inputs_as_they_were_and_needs_no_oracle(monkeypatch: 
     inputs, contract = operation.inputs(MLA, CPU), kernel.contract(MLA)
     first = kernel.bind(inputs.arguments)()
     with monkeypatch.context() as patch:
-        patch.setattr("assay.harness.metamorphic.judge", None)
+        patch.setattr("assay.harness.metamorphic.gate.judge", None)
         again = ask_again(operation, kernel, MLA, inputs, CPU, first, contract)
     assert inputs.ledger.written() == []
     assert {name for name, _ in again.answers} == {"split keys"}
@@ -391,8 +392,8 @@ def test_pages_move_where_the_operation_has_no_slots() -> None:
 
 def test_equal_bits_settle_a_question_without_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
     judged: list[str] = []
-    honest = metamorphic._judged
-    monkeypatch.setattr(metamorphic, "_judged", lambda *args: judged.append(args[1].bits) or honest(*args))  # type: ignore[func-returns-value]
+    honest = metamorphic_gate._judged
+    monkeypatch.setattr(metamorphic_gate, "_judged", lambda *args: judged.append(args[1].bits) or honest(*args))  # type: ignore[func-returns-value]
     assert tripped(row_by_row, FULL, deterministic=False) == set()
     # only what no bits can decide: keys split in two and merged
     assert judged == ["need not"]

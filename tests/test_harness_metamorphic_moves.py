@@ -7,10 +7,10 @@ import pytest
 import torch
 from builders import CPU, Answer, attention_case, in_dtype, mla_case, operation_of
 
-from assay.harness._metamorphic_relations import underflow_slack
 from assay.harness.case import Case
 from assay.harness.contract import Contract
-from assay.harness.metamorphic import MOVES
+from assay.harness.metamorphic.gate import MOVES
+from assay.harness.metamorphic.relations import underflow_slack
 from assay.reference import attention as oracle
 from assay.reference import mla_prefill as mla_oracle
 

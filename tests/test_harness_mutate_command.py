@@ -11,13 +11,14 @@ from builders import attention_case, operation_of
 from rich.console import Console
 from typer.testing import CliRunner
 
-from assay.harness import mutate, mutate_command, operations
-from assay.harness.admission import NULL_KERNELS, admissions
+from assay.harness import operations
 from assay.harness.cli import app
 from assay.harness.faults import Variant, load
 from assay.harness.kernels import wrap_function
-from assay.harness.mutate import Status, kill_matrix
-from assay.harness.mutate_command import MutateOptions, run_mutate, zero_event_bound
+from assay.harness.mutation import command, mutate
+from assay.harness.mutation.admission import NULL_KERNELS, admissions
+from assay.harness.mutation.command import MutateOptions, run_mutate, zero_event_bound
+from assay.harness.mutation.mutate import Status, kill_matrix
 from assay.harness.operation import CaseRequest
 from assay.harness.plan import UsageError
 from assay.harness.record import Verdict
@@ -29,7 +30,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def two_cases(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     cases = [attention_case("diffuse", "bfloat16"), attention_case("peaked", "float16", seed=1)]
-    monkeypatch.setattr(mutate_command, "_cases", lambda operation, seed: cases)
+    monkeypatch.setattr(command, "_cases", lambda operation, seed: cases)
     return cases
 
 
@@ -113,7 +114,7 @@ def test_a_rejected_variant_is_named_and_fails_the_run(two_cases: list[Any], mon
 
     faults, variants = load("attention")
     planted = (*variants, Variant(name="hasty", op="attention", function=hasty))
-    monkeypatch.setattr(mutate_command, "load", lambda op: (faults, planted))
+    monkeypatch.setattr(command, "load", lambda op: (faults, planted))
     code, text = run(fresh_seeds=1)
     assert code == 1
     assert "REJECTED hasty on attention-diffuse-bfloat16-" in text

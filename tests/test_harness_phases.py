@@ -9,7 +9,7 @@ from assay.harness import phases
 from assay.harness.operations import attention
 from assay.harness.phases import accounted, phase
 from assay.harness.record import Record, Verdict
-from assay.harness.report import spent_text
+from assay.harness.report.terminal import spent_text
 from assay.harness.runner import ExamRoom, run_case
 
 CPU = torch.device("cpu")

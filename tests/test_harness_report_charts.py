@@ -12,9 +12,9 @@ from report_runs import failing, passing, rows
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib, of the extra `report`")
 
-from assay.harness import charts
 from assay.harness.record import GateResult, RowErrors
-from assay.harness.row_grid import RowGrid, row_grid
+from assay.harness.report import charts
+from assay.harness.report.row_grid import RowGrid, row_grid
 
 ROW_LIMIT = 1.6
 

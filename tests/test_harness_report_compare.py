@@ -9,11 +9,11 @@ import pytest
 from report_runs import cases, failing, passing, refused, write_run
 from rich.console import Console
 
-from assay.harness.compare_runs import Comparison, compare_runs
 from assay.harness.record import GateResult, Record, Verdict
-from assay.harness.report_command import run_report
-from assay.harness.report_markdown import markdown_report
-from assay.harness.run_folder import read_run
+from assay.harness.report.command import run_report
+from assay.harness.report.compare_runs import Comparison, compare_runs
+from assay.harness.report.markdown import markdown_report
+from assay.harness.report.run_folder import read_run
 
 SIX = cases()
 MINE = "attend"

@@ -15,11 +15,11 @@ from rich.console import Console
 from assay.harness.options import CheckOptions
 from assay.harness.plan import UsageError
 from assay.harness.record import Record, Verdict
-from assay.harness.report_command import run_report
-from assay.harness.report_junit import junit_report
-from assay.harness.report_markdown import markdown_report
-from assay.harness.run_folder import Run, read_run
-from assay.harness.run_summary import ratio_text, worst_records
+from assay.harness.report.command import run_report
+from assay.harness.report.junit import junit_report
+from assay.harness.report.markdown import markdown_report
+from assay.harness.report.run_folder import Run, read_run
+from assay.harness.report.run_summary import ratio_text, worst_records
 from assay.harness.session import run_check
 
 PLACE = "request 1, token 12, head 1, dim 3, position 40 -> slot 77, got 0.5, must be 0.25"
@@ -201,7 +201,7 @@ import io, sys
 from pathlib import Path
 sys.modules[{library!r}] = None
 from rich.console import Console
-from assay.harness.report_command import run_report
+from assay.harness.report.command import run_report
 run = lambda *formats: run_report(Path({folder!r}), None, None, formats, Console(file=io.StringIO()))
 try:
     run()

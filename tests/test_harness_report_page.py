@@ -19,12 +19,12 @@ from rich.console import Console
 pytest.importorskip("jinja2", reason="the page needs jinja2, of the extra `report`")
 pytest.importorskip("matplotlib", reason="the page needs matplotlib, of the extra `report`")
 
-from assay.harness.compare_runs import compare_runs
 from assay.harness.options import CheckOptions
 from assay.harness.record import GateResult, RowErrors, Verdict
-from assay.harness.report_command import run_report
-from assay.harness.report_html import html_report
-from assay.harness.run_folder import read_run
+from assay.harness.report.command import run_report
+from assay.harness.report.compare_runs import compare_runs
+from assay.harness.report.html import html_report
+from assay.harness.report.run_folder import read_run
 from assay.harness.session import run_check
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -10,10 +10,10 @@ import pytest
 from report_runs import cases, failing, mixed, passing, refused, rows, write_run
 
 from assay.harness.faults import Fault, NotApplicable, Variant
-from assay.harness.kill_table import KillRow, KillTable, KillVariant, read_kill_tables, write_kill_tables
-from assay.harness.mutate import FaultResult, KillMatrix, Outcome, VariantResult
+from assay.harness.mutation.kill_table import KillRow, KillTable, KillVariant, read_kill_tables, write_kill_tables
+from assay.harness.mutation.mutate import FaultResult, KillMatrix, Outcome, VariantResult
 from assay.harness.record import GateResult, Location, RowErrors, Verdict
-from assay.harness.run_folder import failed, read_run
+from assay.harness.report.run_folder import failed, read_run
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from assay.harness import cli, operations, session
 from assay.harness.case import plan_digest
-from assay.harness.merge_runs import merge_runs
 from assay.harness.operation import CaseRequest, Operation
 from assay.harness.options import CheckOptions
 from assay.harness.record import Record
-from assay.harness.run_folder import read_run
+from assay.harness.report.merge_runs import merge_runs
+from assay.harness.report.run_folder import read_run
 from assay.harness.shard import Shard
 
 SIX = cases()

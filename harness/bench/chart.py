@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from .._charts_style import MARKERS, MUTED, SERIES, style, svg_text
+from ..report.chart_style import MARKERS, MUTED, SERIES, style, svg_text
 from .results import BenchRun, ShapeResult
 
 

@@ -129,7 +129,7 @@ def _setting(options: BenchOptions, device: torch.device) -> Setting:
 
 def _count_host_work(shapes: list[Shape], options: BenchOptions, console: Console) -> int:
     """What can be told of speed without a device: the counts of ``assay cost``. They stand in for no ratio."""
-    from ..host_cost import CostOptions, run_cost
+    from ..counts.host_cost import CostOptions, run_cost
 
     ops = [op for op in dict.fromkeys(shape.op for shape in shapes) if op in NAMES]
     if not ops:

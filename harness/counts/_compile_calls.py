@@ -1,0 +1,69 @@
+"""The host's way to each launch of the compile gate, on tensors of a stand-in device that hold no values."""
+
+import torch
+from torch import Tensor
+
+from ...optimized.attention import AttentionShape, attention, merge_into, plan_attention
+from ...optimized.mla_prefill import MlaShape, plan_mla_prefill
+from ...optimized.token_scores import Mode, plan_token_scores, token_scores
+from .standin_device import DEVICE
+
+# counts and strides are specialised by divisibility alone: these are as even as those of models
+TOKENS, HEADS = 8192, 16
+
+
+def attend(*, head_dim_qk: int, head_dim_v: int, dtype: str, causal: bool, aligned: bool, positive_scale: bool) -> None:
+    """Plan one request and attend; tokens that are not aligned lie an odd number of elements apart."""
+    q, k, v = (_tokens(width, dtype, aligned=aligned) for width in (head_dim_qk, head_dim_qk, head_dim_v))
+    shape = AttentionShape(
+        device=DEVICE,
+        dtype=q.dtype,
+        num_heads=HEADS,
+        num_kv_heads=HEADS,
+        head_dim_qk=head_dim_qk,
+        head_dim_v=head_dim_v,
+    )
+    cu_seqlens = torch.tensor([0, TOKENS], dtype=torch.int32)
+    plan = plan_attention(cu_seqlens, cu_seqlens, causal=causal, shape=shape, provider="triton")
+    scale = head_dim_qk**-0.5
+    attention(q, k, v, softmax_scale=scale if positive_scale else -scale, plan=plan)
+
+
+def merge(*, width: int, dtype: str) -> None:
+    """Merge a partial result of that dtype into a running one, as chunked prefill does."""
+    out = torch.empty(TOKENS, HEADS, width, dtype=torch.float32, device=DEVICE)
+    lse = torch.empty(TOKENS, HEADS, dtype=torch.float32, device=DEVICE)
+    part = torch.empty(TOKENS, HEADS, width, dtype=getattr(torch, dtype), device=DEVICE)
+    merge_into(out, lse, part, torch.empty_like(lse))
+
+
+def score(*, mode: Mode, geometry: tuple[int, int, int, int], dtype: str) -> None:
+    """Score the tokens of one request by its last 32 queries; ``geometry`` is R/Dn/Dr/Dv."""
+    rank, d_nope, d_rope, d_v = geometry
+    tokens, window, floating = 256, 32, getattr(torch, dtype)
+    prefill = plan_mla_prefill(
+        torch.tensor([0, tokens], dtype=torch.int32, device=DEVICE),
+        torch.arange(tokens, dtype=torch.int32, device=DEVICE)[None],
+        torch.zeros(1, dtype=torch.int32, device=DEVICE),
+        torch.full((1,), tokens, dtype=torch.int32, device=DEVICE),
+        shape=MlaShape(num_heads=HEADS, kv_lora_rank=rank, d_nope=d_nope, d_rope=d_rope, d_v=d_v),
+        dtype=floating,
+        num_slots=tokens,
+        provider="triton",
+    )
+    observed = torch.tensor([[tokens - window, tokens]], device=DEVICE)
+    plan = plan_token_scores(prefill, mode=mode, query_ranges=observed, implementation="triton")
+    token_scores(
+        torch.zeros(tokens, HEADS, d_nope + d_rope, dtype=floating, device=DEVICE),
+        torch.zeros(tokens, rank, dtype=floating, device=DEVICE),
+        torch.zeros(tokens, d_rope, dtype=floating, device=DEVICE),
+        torch.zeros(HEADS, d_nope + d_v, rank, dtype=floating, device=DEVICE),
+        softmax_scale=(d_nope + d_rope) ** -0.5,
+        plan=plan,
+    )
+
+
+def _tokens(width: int, dtype: str, *, aligned: bool) -> Tensor:
+    gap = 0 if aligned else 1
+    rows = torch.empty(TOKENS, gap + HEADS * width, dtype=getattr(torch, dtype), device=DEVICE)
+    return rows[:, gap:].view(TOKENS, HEADS, width)

@@ -1,0 +1,122 @@
+"""The builds of the compile gate: each Triton kernel of the house as the host code would have it compiled.
+
+A build is made by calling the public function of the operation on a stand-in device, so its signature, constants and
+tile are those that a GPU would see. Imports no torch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+ARCHITECTURES = {"sm_80": (8, 0), "sm_90a": (9, 0), "sm_100a": (10, 0)}
+
+_CALLS = "assay.harness.counts._compile_calls"
+
+# head sizes of models: DeepSeek-V3 expanded, GLM-5 expanded, Llama, and one that divides into no tile
+_GEOMETRIES = ((192, 128), (256, 256), (128, 128), (72, 40))
+# the remaining branches of the tile choice: small heads, and an absorbed latent row
+_OTHER_TILES = ((64, 64), (576, 512))
+
+# R/Dn/Dr/Dv: DeepSeek-V3.2, and GLM-5.3-Flash, which has no rope part
+_LATENT_GEOMETRIES = ((512, 128, 64, 128), (512, 256, 0, 256))
+_SCORE_KERNELS = {
+    "logits": ("logits_kernel",),
+    "probability": ("denominator_kernel", "join_kernel", "probability_kernel"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build:
+    """One specialisation of a kernel for one architecture.
+
+    Attributes:
+        arch: A key of ``ARCHITECTURES``.
+        kernel: The jitted function, ``file stem.function``.
+        variant: What tells it from other builds of the kernel.
+        ops: Operations that launch it.
+        call: ``module:function`` that takes the host's way to the launch.
+        arguments: Of that function; JSON values.
+    """
+
+    arch: str
+    kernel: str
+    variant: str
+    ops: tuple[str, ...]
+    call: str
+    arguments: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The build in records and messages."""
+        return f"{self.arch} {self.kernel.partition('.')[2]} {self.variant}"
+
+
+def builds() -> list[Build]:
+    """Everything that the gate compiles: all of it for Hopper, one of each kind for the other architectures."""
+    hopper = [
+        *(_attention("sm_90a", sizes, dtype) for sizes in _GEOMETRIES for dtype in ("bfloat16", "float16", "float32")),
+        *(_attention("sm_90a", sizes, causal=False) for sizes in _GEOMETRIES),
+        *(_attention("sm_90a", sizes, aligned=False) for sizes in _GEOMETRIES),
+        *(_attention("sm_90a", sizes) for sizes in _OTHER_TILES),
+        _attention("sm_90a", (128, 128), positive_scale=False),
+    ]
+    others = [build for arch in ("sm_80", "sm_100a") for build in _one_of_each_kind(arch)]
+    scores = [build for arch in ARCHITECTURES for build in _scores(arch)]
+    merges = [
+        _merge(arch, width) for arch in ARCHITECTURES for width in ((128, 256, 40) if arch == "sm_90a" else (128,))
+    ]
+    return [*hopper, *others, *merges, *scores]
+
+
+def _one_of_each_kind(arch: str) -> Iterator[Build]:
+    yield from (_attention(arch, sizes) for sizes in _GEOMETRIES)
+    yield _attention(arch, (192, 128), aligned=False)
+
+
+def _attention(
+    arch: str,
+    sizes: tuple[int, int],
+    dtype: str = "bfloat16",
+    *,
+    causal: bool = True,
+    aligned: bool = True,
+    positive_scale: bool = True,
+) -> Build:
+    marks = {"causal": causal, "unaligned": not aligned, "scale below 0": not positive_scale}
+    arguments = {"head_dim_qk": sizes[0], "head_dim_v": sizes[1], "dtype": dtype, "causal": causal, "aligned": aligned}
+    return Build(
+        arch=arch,
+        kernel="_attention_triton_kernel.attention_kernel",
+        variant=", ".join([f"{sizes[0]}/{sizes[1]} {dtype}", *(mark for mark, holds in marks.items() if holds)]),
+        ops=("attention", "mla_prefill"),
+        call=f"{_CALLS}:attend",
+        arguments=arguments | {"positive_scale": positive_scale},
+    )
+
+
+def _scores(arch: str) -> Iterator[Build]:
+    """Each kernel of the token scores, with a rope part and without."""
+    geometries = _LATENT_GEOMETRIES if arch == "sm_90a" else _LATENT_GEOMETRIES[:1]
+    for mode, kernels in _SCORE_KERNELS.items():
+        for kernel in kernels:
+            # what joins the parts of the denominators knows no width
+            for geometry in geometries[:1] if kernel == "join_kernel" else geometries:
+                yield Build(
+                    arch=arch,
+                    kernel=f"_token_scores_triton_kernel.{kernel}",
+                    variant=f"{'/'.join(map(str, geometry))} bfloat16",
+                    ops=("token_scores",),
+                    call=f"{_CALLS}:score",
+                    arguments={"mode": mode, "geometry": geometry, "dtype": "bfloat16"},
+                )
+
+
+def _merge(arch: str, width: int) -> Build:
+    return Build(
+        arch=arch,
+        kernel="_merge_triton._merge_kernel",
+        variant=f"{width} bfloat16",
+        ops=("mla_prefill",),
+        call=f"{_CALLS}:merge",
+        arguments={"width": width, "dtype": "bfloat16"},
+    )

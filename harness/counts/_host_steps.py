@@ -1,0 +1,53 @@
+"""The steps whose host cost is counted, by operation and name: model geometries, few tokens.
+
+Counts depend on requests, passes and dtypes, not on how many tokens there are; heads are as few as a group needs.
+"""
+
+from typing import Any
+
+from ..case import Case
+
+
+def host_steps(op: str) -> dict[str, Case]:
+    """The steps of an operation by name; none for an operation that has not been given any."""
+    return {
+        name: Case(op=op, family="diffuse", dtype="bfloat16", seed=0, sizes=sizes)
+        for name, sizes in _STEPS.get(op, {}).items()
+    }
+
+
+def _attention(query_lens: list[int], key_lens: list[int], **sizes: Any) -> dict[str, Any]:
+    lens = {"query_lens": query_lens, "key_lens": key_lens}
+    return lens | {"softmax_scale": 0.0721, "layout": "packed"} | sizes
+
+
+def _mla_prefill(query_lens: list[int], context_lens: list[int], chunk: int) -> dict[str, Any]:
+    # DeepSeek-V3.2, as a serving engine keeps its cache: latent and rope part in one row
+    return {
+        "num_heads": 2,
+        "kv_lora_rank": 512,
+        "d_nope": 128,
+        "d_rope": 64,
+        "d_v": 128,
+        "softmax_scale": 0.0721,
+        "query_lens": query_lens,
+        "context_lens": context_lens,
+        "history_chunk_size": chunk,
+        "layout": "bundled",
+    }
+
+
+_LLAMA = {"num_heads": 8, "num_kv_heads": 2, "d_qk": 128, "d_v": 128}
+_DEEPSEEK = {"num_heads": 2, "num_kv_heads": 2, "d_qk": 192, "d_v": 128}
+
+_STEPS: dict[str, dict[str, dict[str, Any]]] = {
+    "attention": {
+        "4 requests": _attention([1, 5, 64, 33], [1, 5, 64, 33], causal=True, **_LLAMA),
+        "1 pass over history": _attention([64], [128], causal=False, **_DEEPSEEK),
+    },
+    "mla_prefill": {
+        "3 requests, no history": _mla_prefill([5, 1, 16], [5, 1, 16], 16),
+        "3 requests, 6 chunks": _mla_prefill([5, 1, 16], [69, 1, 48], 16),
+        "16 requests, 16 chunks": _mla_prefill([2] * 16, [18] * 16, 16),
+    },
+}

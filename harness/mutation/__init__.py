@@ -1,0 +1,1 @@
+"""The judge's own exam: planted faults it must find, variants it must accept, cases that must prove something."""
