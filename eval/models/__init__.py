@@ -15,7 +15,7 @@ from typing import Any
 from .interface import Model
 
 # name -> module of this package; each is imported only when it is asked for
-MODELS = {"ngram": "ngram", "openai": "openai"}
+MODELS = {"ngram": "ngram", "openai": "openai", "hf": "hf"}
 
 
 class ModelError(ValueError):

@@ -9,14 +9,14 @@ from ..extras import require
 class HubTokenizer:
     """A tokenizer of a local folder or the hub, through transformers; no code of the repository is run."""
 
-    def __init__(self, name: str) -> None:
-        """Load it.
+    def __init__(self, name: str, **source: Any) -> None:
+        """Load it; ``source`` says where else than by its name it is found, such as ``gguf_file``.
 
         Raises:
             ModuleNotFoundError: If transformers is not installed, naming the extra.
         """
         transformers = require("transformers", extra="model")
-        self._tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        self._tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False, **source)
         self.has_chat_template = bool(self._tokenizer.chat_template)
 
     def encode(self, text: str, *, special: bool) -> list[int]:
