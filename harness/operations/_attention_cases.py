@@ -24,9 +24,9 @@ CPU_LOGITS = 1 << 22
 NIGHTLY_CASES = 60
 
 
-def attention_cases(request: CaseRequest) -> list[Case]:
+def attention_cases(request: CaseRequest, op: str) -> list[Case]:
     """Smoke: every family on small uneven batches. Full: more batches, model geometries. Nightly: all is drawn."""
-    draw = _Draw(request)
+    draw = _Draw(request, op)
     for dtype in request.dtypes:
         for at, family in enumerate(FAMILIES):
             draw.small(family, dtype, causal=at % 2 == 0, layout=LAYOUTS[at % 3 == 1])
@@ -106,8 +106,8 @@ def _nightly_case(draw: "_Draw") -> None:
 class _Draw:
     """Draws cases one after the other from one generator."""
 
-    def __init__(self, request: CaseRequest) -> None:
-        self.request = request
+    def __init__(self, request: CaseRequest, op: str) -> None:
+        self.request, self.op = request, op
         self.cases: list[Case] = []
         self.rng = np.random.default_rng([request.seed, 1])
 
@@ -210,5 +210,5 @@ class _Draw:
     def _append(self, family: str, dtype: str, sizes: dict[str, Any]) -> None:
         logits = sizes["num_heads"] * sum(n * m for n, m in zip(sizes["query_lens"], sizes["key_lens"], strict=True))
         seed, large = int(self.rng.integers(2**31)), logits > CPU_LOGITS
-        case = Case(op="attention", family=family, dtype=dtype, seed=seed, sizes=sizes, needs_device=large)
+        case = Case(op=self.op, family=family, dtype=dtype, seed=seed, sizes=sizes, needs_device=large)
         self.cases.append(case)

@@ -37,9 +37,9 @@ CPU_PRODUCTS = 1 << 31
 NIGHTLY_CASES = 60
 
 
-def mla_prefill_cases(request: CaseRequest) -> list[Case]:
+def mla_prefill_cases(request: CaseRequest, op: str) -> list[Case]:
     """Smoke: every family and chunk size on small batches, real activations. Full: models. Nightly: all is drawn."""
-    draw = _Draw(request)
+    draw = _Draw(request, op)
     for dtype in request.dtypes:
         for at, family in enumerate(FAMILIES):
             batch = draw.batch(requests=4, longest=129, most_queries=33, chunk=17)
@@ -139,8 +139,8 @@ def _nightly_case(draw: "_Draw") -> None:
 class _Draw:
     """Draws cases one after the other from one generator."""
 
-    def __init__(self, request: CaseRequest) -> None:
-        self.request = request
+    def __init__(self, request: CaseRequest, op: str) -> None:
+        self.request, self.op = request, op
         self.cases: list[Case] = []
         self.rng = np.random.default_rng([request.seed, 2])
 
@@ -191,5 +191,5 @@ class _Draw:
 
     def _append(self, family: str, dtype: str, sizes: dict[str, Any], *, needs_device: bool) -> None:
         seed = int(self.rng.integers(2**31))
-        case = Case(op="mla_prefill", family=family, dtype=dtype, seed=seed, sizes=sizes, needs_device=needs_device)
+        case = Case(op=self.op, family=family, dtype=dtype, seed=seed, sizes=sizes, needs_device=needs_device)
         self.cases.append(case)

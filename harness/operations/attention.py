@@ -28,7 +28,7 @@ class Attention:
 
     def cases(self, request: CaseRequest) -> list[Case]:
         """See ``_attention_cases``."""
-        return attention_cases(request)
+        return attention_cases(request, self.name)
 
     def inputs(self, case: Case, device: torch.device) -> Inputs:
         """Packed tensors between guard bands, or, by layout, columns of wider rows whose rest is NaN."""

@@ -44,7 +44,7 @@ class MlaPrefill:
 
     def cases(self, request: CaseRequest) -> list[Case]:
         """See ``_mla_prefill_cases``."""
-        return mla_prefill_cases(request)
+        return mla_prefill_cases(request, self.name)
 
     def inputs(self, case: Case, device: torch.device) -> Inputs:
         """Values of the family, scattered over permuted slots of a cache that is NaN wherever no token lies.
