@@ -16,6 +16,7 @@ from rich.console import Console
 from assay.harness import _doctor_machine as machine_facts
 from assay.harness import doctor
 from assay.harness._doctor_machine import Device, InterpreterTraits, Machine, Ptxas
+from assay.harness.peers import is_importable
 
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = ("float32", "float16", "bfloat16")
@@ -208,10 +209,10 @@ def test_a_submodule_is_found_without_importing_its_package(tmp_path: Path, monk
     (package / "cute" / "__init__.py").touch()
     (tmp_path / "flat_module.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert machine_facts.is_importable("heavy_attention.cute")
-    assert not machine_facts.is_importable("heavy_attention.hopper")
-    assert not machine_facts.is_importable("flat_module.cute")
-    assert not machine_facts.is_importable("no_such_library.cute")
+    assert is_importable("heavy_attention.cute")
+    assert not is_importable("heavy_attention.hopper")
+    assert not is_importable("flat_module.cute")
+    assert not is_importable("no_such_library.cute")
     assert "heavy_attention" not in sys.modules
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from assay.harness import jobs, session
+from assay.harness import session
 from assay.harness.case import Case
 from assay.harness.jobs import Judge, default_jobs, side_by_side
 from assay.harness.options import CheckOptions
@@ -94,5 +94,5 @@ def test_how_many_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_jobs(torch.device("cpu")) == 1
     for free, cores, expected in ((140 << 30, 16, 4), (140 << 30, 8, 2), (24 << 30, 64, 1), (8 << 30, 2, 1)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, free))
-        monkeypatch.setattr(jobs.os, "cpu_count", lambda cores=cores: cores)
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
         assert default_jobs(torch.device("cuda", 0)) == expected
