@@ -58,7 +58,7 @@ def _begin(prepare: Callable[[], Judge]) -> None:
     # Ctrl-C is the parent's to handle: it ends this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # each process would otherwise take all cores for every small step, and wait for the others at its end
-    torch.set_num_threads(THREADS_EACH)
+    torch.set_num_threads(min(torch.get_num_threads(), THREADS_EACH))
     _judge = prepare()
 
 
