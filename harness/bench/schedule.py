@@ -29,6 +29,8 @@ class Content:
 class Schedule:
     """A round times everything twice, forwards and then backwards (A B B A), so that a drift hits all alike.
 
+    The next round begins with the next one, so that each in turn runs after each other and after the anchor.
+
     Attributes:
         rounds: Of two runs each.
         ring: Sets of buffers.
@@ -71,8 +73,10 @@ class Schedule:
         return sorted({self.content(at) for at in self.checked}, key=lambda one: (one.entry, one.version))
 
     def order(self, things: Sequence[T], iteration: int) -> list[T]:
-        """Forwards in the first half of a round, backwards in the second."""
-        return list(things) if iteration % 2 == 0 else list(reversed(things))
+        """Forwards in the first half of a round, backwards in the second; each round begins with another one."""
+        first = iteration // 2 % max(1, len(things))
+        turned = [*things[first:], *things[:first]]
+        return turned if iteration % 2 == 0 else turned[::-1]
 
 
 def ring_size(entry_bytes: int, cache_bytes: int) -> int:
