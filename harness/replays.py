@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .contract import Contract
+from .cuda_graph import record_graph
 from .phases import phase
 from .poison import same_bits
 from .record import GateResult
@@ -71,11 +72,9 @@ def _side_stream(run: Callable[[], Any], first: tuple[Tensor, Tensor], device: t
 def _graph(run: Callable[[], Any], arguments: dict[str, Any], device: torch.device) -> GateResult:
     """Capture, change the contents, replay: a kernel that read anything at capture time gives old values."""
     try:
-        graph = torch.cuda.CUDAGraph()
-        with phase("kernel"), torch.cuda.graph(graph):
-            captured = run()
+        with phase("kernel"):
+            graph, captured = record_graph(run, device)
     except RuntimeError as error:
-        torch.cuda.synchronize(device)
         text = f"declared capturable, but the capture failed: {error}"
         return GateResult(gate="G7 graph capture", ratio=float("inf"), text=text)
     _change_contents(arguments)

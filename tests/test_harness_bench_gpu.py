@@ -123,6 +123,7 @@ def test_what_cannot_be_captured_says_so_and_the_device_goes_on(clock: CudaClock
     with pytest.raises(RuntimeError):
         clock.capture(lambda: a.sum().item())
     assert float(a.sum()) == 8.0
+    assert float(torch.rand(8, device=DEVICE).max()) < 1.0
 
 
 def test_the_peak_is_that_of_one_call(clock: CudaClock) -> None:
@@ -137,9 +138,11 @@ def test_the_flush_is_larger_than_the_cache(clock: CudaClock) -> None:
 def test_the_timer_of_pytest_benchmark_counts_seconds_of_the_device(gemm: Gemm, clock: CudaClock) -> None:
     timer = GpuTimer()
     assert timer() == 0.0
-    gemm()
+    # so many that the device is never idle between the marks
+    for _ in range(50):
+        gemm()
     first = timer()
-    assert first * 1e3 == pytest.approx(time_once(gemm, clock)[0].ms, rel=0.5)
+    assert first * 1e3 == pytest.approx(50 * time_once(gemm, clock)[0].ms, rel=0.5)
     assert timer() >= first
 
 
@@ -176,7 +179,7 @@ def _found(measured: Any, name: str, ceilings: Ceilings) -> Any:
     return impossible(measured.samples(name), measured.late_ms(name), None, ceilings)
 
 
-def test_a_kernel_on_a_side_stream_has_no_times(setting: Setting) -> None:
+def test_a_kernel_on_a_side_stream_has_no_times(setting: Setting, gemm: Gemm) -> None:
     aside, attend = torch.cuda.Stream(DEVICE), of_the_house("sdpa")
 
     def bind(arguments: dict[str, Any]) -> Callable[[], Any]:
@@ -186,9 +189,9 @@ def test_a_kernel_on_a_side_stream_has_no_times(setting: Setting) -> None:
             aside.wait_stream(torch.cuda.current_stream(DEVICE))
             with torch.cuda.stream(aside):
                 # long enough to be at work when the host has seen the caller's stream end
-                for _ in range(8):
-                    answer = run()
-                return answer
+                for _ in range(50):
+                    gemm()
+                return run()
 
         return call
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from ..cuda_graph import record_graph
+
 # a write of this size, or of four caches, leaves nothing else in the cache; it takes some 0.1 ms, in which the host
 # gets ahead, so that the timed call waits for no launch
 FLUSH_BYTES = 512 << 20
@@ -57,13 +59,7 @@ class CudaClock:
                 run()
         current.wait_stream(side)
         torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                results = run()
-        except RuntimeError:
-            torch.cuda.synchronize(self._device)
-            raise
+        graph, results = record_graph(run, self._device)
         # the first replay moves the graph to the device
         graph.replay()
         torch.cuda.synchronize(self._device)
