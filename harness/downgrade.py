@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, pstdev
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from .contract import Contract, Precision
 from .execution import Execution, Stop, execute
 from .families import EXACT_FAMILIES
 from .gates import Roundoffs, judge_answers, nonfinite_gates
-from .operation import Kernel, Operation
+from .operation import AttentionOperation, Kernel, Operation
 from .record import Record, Verdict
 from .runner import Exam
 from .strata import POOLED_SIGMAS, ScaleRows, pooled_scale
@@ -165,6 +166,9 @@ def reassess_answers(
     device: torch.device,
 ) -> list[Record]:
     """The same for a kernel that lives elsewhere; ``ask`` runs it on the inputs of an exam."""
+    if not isinstance(operation, AttentionOperation):
+        # the own gates of an operation tell no lower contract from a fault
+        return list(records)
     by_id = {case.id: case for case in cases}
     own = [record for record in records if (record.op, record.kernel) == (operation.name, kernel_name)]
     own = [record for record in own if record.case["id"] in by_id and record.verdict not in NOT_JUDGED]
@@ -213,7 +217,9 @@ def case_evidence(exam: Exam, execution: Execution, labels: Sequence[str] | None
     contract = execution.contract
     lower = {name: low for name, low in downgraded(contract) if labels is None or name in labels}
     declared = _fit(exam, execution, contract)
-    if not all(gate.passed for gate in nonfinite_gates(*execution.first, exam.operation.outline(exam.case))):
+    out, lse = execution.first
+    outline = cast(AttentionOperation, exam.operation).outline(exam.case)
+    if not all(gate.passed for gate in nonfinite_gates(out, lse, outline)):
         return Evidence(declared=False, lower={})
     fits = {name: _fit(exam, execution, low) for name, low in lower.items()}
     return Evidence(declared=declared.passed, lower={name: _sensitive(fit, declared) for name, fit in fits.items()})
@@ -221,13 +227,14 @@ def case_evidence(exam: Exam, execution: Execution, labels: Sequence[str] | None
 
 def _fit(exam: Exam, execution: Execution, contract: Contract) -> Fit:
     family = exam.case.family
-    tally = judge_answers(*execution.first, exam.answers_for(contract), contract=contract, family=family)
+    out, lse = execution.first
+    tally = judge_answers(out, lse, exam.answers_for(contract), contract=contract, family=family)
     exact = family in EXACT_FAMILIES
     return Fit(
         passed=all(gate.passed for gate in tally.results()),
         rms=None if exact else tally.median_rms,
         sensitive=False,
-        bias=0.0 if exact else _bias(exam, execution.first[0], contract),
+        bias=0.0 if exact else _bias(exam, out, contract),
     )
 
 

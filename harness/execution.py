@@ -12,20 +12,19 @@ import torch
 from torch import Tensor
 
 from . import poison
+from .answers import Answer, copied, tensors_of
 from .case import Case
 from .contract import PRECISION_OF_DTYPE, Contract
 from .conventions import Conventions
 from .interpreter import InterpretedBfloat16Error, no_interpreted_bfloat16
 from .layouts import empty_row_gates, prepared, restated
 from .metamorphic.gate import MOVES, Rearranged, ask_again
-from .operation import Inputs, Kernel, Operation, Outline
+from .operation import AnyOutline, AttentionOperation, AttentionOutline, Inputs, Kernel, Operation
 from .phases import phase
-from .poison import SENTINEL, Allocations, poisoned_allocations, same_bits
+from .poison import SENTINEL, Allocations, left_as, poisoned_allocations, same_bits
 from .record import GateResult, Location, Verdict
 from .replays import replay_gates
 
-NAMES = ("out", "lse")
-Answer = tuple[Tensor, Tensor]
 # rearrangements are about layout, not values: one family asks them, that in which a single key decides
 REARRANGED_FAMILIES = ("peaked",)
 # what torch says without a type of its own: of the CPU's memory, and of CUDA's outside of its caching allocator
@@ -48,7 +47,7 @@ class Execution:
 
     Attributes:
         contract: What the kernel promised for the case.
-        first: ``(out, lse)`` of the first call, by value, in the oracle's conventions.
+        first: The results of the first call, by value, in the oracle's conventions.
         last: The same of the third.
         gates: Repeats and replays (G7), in which no oracle takes part.
         again: What it answered to rearrangements of the case (G8); None where none were asked.
@@ -56,8 +55,8 @@ class Execution:
     """
 
     contract: Contract
-    first: tuple[Tensor, Tensor]
-    last: tuple[Tensor, Tensor]
+    first: Answer
+    last: Answer
     gates: tuple[GateResult, ...]
     conventions: Conventions = field(default_factory=Conventions)
     again: Rearranged | None = None
@@ -81,6 +80,8 @@ def execute(operation: Operation, kernel: Kernel, case: Case, inputs: Inputs, de
             result = _restated(_execute(kernel, contract, outline, given, device, answers), kernel.conventions, outline)
             if isinstance(result, Stop) or case.family not in REARRANGED_FAMILIES or operation.name not in MOVES:
                 return result
+            if not isinstance(operation, AttentionOperation):
+                raise NotImplementedError(f"rearrangements are asked of attention, got {operation.name}")
             again = ask_again(operation, kernel, case, inputs, device, result.first, contract)
             return replace(result, again=again)
     except (Exception, SystemExit) as error:
@@ -88,46 +89,52 @@ def execute(operation: Operation, kernel: Kernel, case: Case, inputs: Inputs, de
 
 
 def _execute(
-    kernel: Kernel, contract: Contract, outline: Outline, inputs: Inputs, device: torch.device, answers: list[Answer]
+    kernel: Kernel,
+    contract: Contract,
+    outline: AnyOutline,
+    inputs: Inputs,
+    device: torch.device,
+    answers: list[Answer],
 ) -> Execution | Stop:
     """Three calls, added to ``answers`` as they come, and the replays."""
     run: Callable[[], Any] | None = None
     # kept alive, so that memory handed out twice is the kernel's own doing
-    held: list[Any] = []
+    held: list[Answer] = []
     for fill in (math.nan, SENTINEL, None):
         with poisoned_allocations(fill) if fill is not None else nullcontext() as allocations:
             with phase("kernel", device):
                 run = run or kernel.bind(inputs.arguments)
                 answer = run()
         stop = (_overran(allocations) if allocations else None) or _structure(answer, outline, contract, inputs)
-        stop = stop or _handed_out_again(answer, held)
         if stop is not None:
             return stop
-        # kept by value: a kernel may hand out its own buffer again at the next call
-        answers.append(_copy(answer))
-        held.append(answer)
+        stop = _handed_out_again(outline, tensors_of(answer), held)
+        if stop is not None:
+            return stop
+        answers.append(copied(answer))
+        held.append(tensors_of(answer))
         written = inputs.ledger.written(allowed=contract.mutates)
         if written:
             return Stop(verdict=Verdict.MUTATED_INPUT, text=f"wrote its input {', '.join(written)}")
         inputs.ledger.restore(contract.mutates)
     first, second, last = answers
-    stop = _unwritten(first, second)
+    stop = _unwritten(outline, first, second)
     if stop is not None or run is None:
         return stop or Stop(verdict=Verdict.CRASH, text="the kernel was never bound")
-    gates = _repeats(first, second, last) if contract.deterministic else []
-    # a row without keys, or with a NaN among them, does not follow the contents
-    fixed = outline.empty_rows if outline.nan_rows is None else outline.empty_rows | outline.nan_rows
-    if not bool(fixed.all()):
+    gates = _repeats(outline, first, second, last) if contract.deterministic else []
+    if outline.follows_contents:
         gates += replay_gates(run, kernel.bind, inputs.arguments, contract, first)
         inputs.ledger.restore()
     return Execution(contract=contract, first=first, last=last, gates=tuple(gates))
 
 
-def _restated(result: Execution | Stop, conventions: Conventions, outline: Outline) -> Execution | Stop:
+def _restated(result: Execution | Stop, conventions: Conventions, outline: AnyOutline) -> Execution | Stop:
     """The answers in the oracle's words, unless an empty row is not what the kernel declared."""
     if isinstance(result, Stop):
         structure = result.verdict is Verdict.STRUCTURE and conventions.note
         return replace(result, text=f"{result.text}, under {conventions.note}") if structure else result
+    if not isinstance(outline, AttentionOutline):
+        return replace(result, conventions=conventions)
     gates = tuple(empty_row_gates(result.first, conventions, outline))
     failed = [gate for gate in gates if not gate.passed]
     if failed:
@@ -156,23 +163,29 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
 
 
-def _structure(answer: Any, outline: Outline, contract: Contract, inputs: Inputs) -> Stop | None:
-    """G0: whether the answer is two tensors of the promised shape, dtype, device and ownership."""
-    if not (isinstance(answer, tuple) and len(answer) == 2):
-        return Stop(verdict=Verdict.STRUCTURE, text=f"a kernel must return (out, lse), got {type(answer).__name__}")
-    shapes = ((outline.num_tokens, outline.num_heads, outline.d_v), (outline.num_tokens, outline.num_heads))
-    device = inputs.arguments["q"].device
+def _structure(answer: Any, outline: AnyOutline, contract: Contract, inputs: Inputs) -> Stop | None:
+    """G0: whether the answer is tensors of the promised shape, dtype, device and ownership."""
+    names = ", ".join(result.name for result in outline.results)
+    alone = len(outline.results) == 1 and isinstance(answer, Tensor)
+    if not alone and not (isinstance(answer, tuple) and len(answer) == len(outline.results)):
+        wanted = f"({names})" if len(outline.results) > 1 else f"one tensor {names}"
+        return Stop(verdict=Verdict.STRUCTURE, text=f"a kernel must return {wanted}, got {type(answer).__name__}")
+    device = next(buffer.device for buffer in inputs.ledger.buffers.values())
     owned = {buffer.untyped_storage().data_ptr() for buffer in inputs.ledger.buffers.values()}
-    for name, tensor, shape, precision in zip(NAMES, answer, shapes, (contract.out, contract.lse), strict=True):
-        text = None
+    for result, tensor in zip(outline.results, tensors_of(answer), strict=True):
+        name, shape, text = result.name, result.shape, None
+        found = str(getattr(tensor, "dtype", None)).removeprefix("torch.")
+        stored = PRECISION_OF_DTYPE.get(found) if result.field is not None else found
+        declared = result.dtype if result.field is None else getattr(contract, result.field)
         if type(tensor) is not Tensor:
             text = f"{name} must be a torch.Tensor, got {type(tensor).__name__}"
         elif (form := _unreadable(tensor)) is not None:
             text = f"{name} must be a dense tensor that stores its values, got {form}"
         elif tuple(tensor.shape) != shape:
             text = f"{name} must have shape {shape}, got {tuple(tensor.shape)}"
-        elif PRECISION_OF_DTYPE.get(str(tensor.dtype).removeprefix("torch.")) != precision:
-            text = f"{name} must have the declared precision {precision}, got {tensor.dtype}"
+        elif stored != declared:
+            kind = "dtype" if result.field is None else "declared precision"
+            text = f"{name} must have the {kind} {declared}, got {tensor.dtype}"
         elif tensor.device != device:
             text = f"{name} must be on {device}, got {tensor.device}"
         elif tensor.numel() and tensor.untyped_storage().data_ptr() in owned:
@@ -192,12 +205,13 @@ def _unreadable(tensor: Tensor) -> str | None:
     return "a negated view" if tensor.is_neg() else "a conjugated view" if tensor.is_conj() else None
 
 
-def _handed_out_again(answer: tuple[Tensor, Tensor], held: list[tuple[Tensor, Tensor]]) -> Stop | None:
+def _handed_out_again(outline: AnyOutline, answer: Answer, held: list[Answer]) -> Stop | None:
     """G0: whether a result lies in the memory of an earlier one that is still in use."""
     earlier = {tensor.untyped_storage().data_ptr() for one in held for tensor in one if tensor.numel()}
-    for name, tensor in zip(NAMES, answer, strict=True):
+    for result, tensor in zip(outline.results, answer, strict=True):
         if tensor.numel() and tensor.untyped_storage().data_ptr() in earlier:
-            return Stop(verdict=Verdict.STRUCTURE, text=f"{name} must own its memory, got that of an earlier result")
+            text = f"{result.name} must own its memory, got that of an earlier result"
+            return Stop(verdict=Verdict.STRUCTURE, text=text)
     return None
 
 
@@ -208,29 +222,24 @@ def _overran(allocations: Allocations) -> Stop | None:
     return Stop(verdict=Verdict.WRITE_SCOPE, text="wrote outside the memory that it allocated")
 
 
-def _unwritten(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Stop | None:
-    """G2: elements that hold whatever their memory held before, NaN in one call and the sentinel in the next."""
-    for name, before, after in zip(NAMES, first, second, strict=True):
-        unwritten = before.isnan() & (after == SENTINEL)
+def _unwritten(outline: AnyOutline, first: Answer, second: Answer) -> Stop | None:
+    """G2: elements that hold whatever their memory held before, another poison in one call than in the next."""
+    for result, before, after in zip(outline.results, first, second, strict=True):
+        unwritten, name = left_as(before, math.nan) & left_as(after, SENTINEL), result.name
         if bool(unwritten.any()):
             index = [int(i) for i in unwritten.nonzero()[0]]
-            where = Location(token=index[0], head=index[1], dim=index[2] if len(index) > 2 else None)
+            where = Location(**dict(zip(result.axes, index, strict=True)))
             gate = GateResult(gate=f"G2 {name} written", ratio=float("inf"), where=where)
             text = f"{int(unwritten.sum())} of {unwritten.numel()} elements of {name} left unwritten"
             return Stop(verdict=Verdict.WRITE_SCOPE, text=text, gates=(gate,))
     return None
 
 
-def _repeats(*answers: tuple[Tensor, Tensor]) -> list[GateResult]:
+def _repeats(outline: AnyOutline, *answers: Answer) -> list[GateResult]:
     """G7: the same bits on NaN-poisoned, sentinel-poisoned and plain memory."""
     gates = []
-    for name, first, *others in zip(NAMES, *answers, strict=True):
-        same = all(same_bits(first, other) for other in others)
+    for result, first, *others in zip(outline.results, *answers, strict=True):
+        name, same = result.name, all(same_bits(first, other) for other in others)
         text = "" if same else f"{name} differs between equal calls (poisoned memory, then plain)"
         gates.append(GateResult(gate=f"G7 repeat {name}", ratio=0.0 if same else float("inf"), text=text))
     return gates
-
-
-def _copy(answer: Any) -> tuple[Tensor, Tensor]:
-    out, lse = answer
-    return out.clone(), lse.clone()

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from ._gates_bounds import SINGLE, Roundoffs, Variances, chi_limit, hard_envelope, lse_limit
+from .answers import SMALL_ANSWER
 from .companions import Companions, companions
 from .contract import Contract
 from .families import EXACT_FAMILIES
-from .operation import Outline, Rows
+from .operation import AttentionOutline, Rows
 from .record import GateResult, Location, RowErrors
 from .strata import ScaleRows, pooled_scale
 
@@ -25,8 +26,6 @@ MEDIAN_RMS_LIMIT = 1.1
 FEWEST_KEYS_FOR_RMS = 4
 FEWEST_ROWS_FOR_MEDIAN = 8
 ROWS_KEPT = 1024
-# elements of an answer up to which a CPU judges it sooner
-SMALL_ANSWER = 1 << 20
 SCALE_ROW_SIGMAS = 7.0
 
 Block = TypeVar("Block", Rows, Companions)
@@ -37,7 +36,6 @@ __all__ = [
     "Roundoffs",
     "Tally",
     "Variances",
-    "at_hand",
     "chi_limit",
     "exact_elements",
     "hard_envelope",
@@ -49,7 +47,7 @@ __all__ = [
 ]
 
 
-def nonfinite_gates(out: Tensor, lse: Tensor, outline: Outline) -> list[GateResult]:
+def nonfinite_gates(out: Tensor, lse: Tensor, outline: AttentionOutline) -> list[GateResult]:
     """G1 over all elements: finite, but ``(0, -inf)`` in rows that see no key and NaN in rows that see one.
 
     Columns of values that are NaN or infinite at a visible key are so in the output; the log-sum-exp is finite there.
@@ -83,7 +81,7 @@ def nonfinite_gates(out: Tensor, lse: Tensor, outline: Outline) -> list[GateResu
     return results
 
 
-def _undefined(outline: Outline, index: list[int]) -> float:
+def _undefined(outline: AttentionOutline, index: list[int]) -> float:
     """The infinity that an element must be, or NaN."""
     for column in outline.undefined_columns:
         if index[2:] == [column.dim] and column.rows[index[0]] and column.heads.start <= index[1] < column.heads.stop:
@@ -270,12 +268,6 @@ def judge_answers(
     for rows, c in answers:
         tally.add(rows, c, out, lse)
     return tally
-
-
-def at_hand(answer: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """A kernel's answer, on the CPU if it is small."""
-    out, lse = answer
-    return (out, lse) if out.numel() > SMALL_ANSWER else (out.cpu(), lse.cpu())
 
 
 def oracle_answers(blocks: Iterable[Rows], *, absorbed: bool = False) -> Iterator[tuple[Rows, Companions]]:

@@ -20,8 +20,6 @@ from .operation import Kernel, Operation
 from .plan import UsageError
 from .plugin import Declaration, Unsupported, declaration_of
 
-DESTINATIONS = ("out", "lse")
-
 
 class KernelNotFoundError(UsageError):
     """The name leads to no kernel; the text says how far it led."""
@@ -113,10 +111,10 @@ def _bind_destination(function: Callable[..., Any], taken: list[str]) -> Callabl
         given, destination = {name: arguments[name] for name in taken}, arguments[DESTINATION]
 
         def run() -> Any:
-            out, lse = destination.allocate()
+            results = destination.allocate()
             # only what was written counts: a caller of this kernel looks at nothing else
-            function(**given, out=out, lse=lse)
-            return tokens_first((out, lse), conventions)
+            function(**given, **results)
+            return tokens_first(tuple(results.values()), conventions)
 
         return run
 
@@ -152,7 +150,7 @@ def _accepted_arguments(function: Callable[..., Any], operation: Operation, decl
         required, optional = argument_names(required, optional, declared.conventions)
     except ValueError as error:
         raise TypeError(f"conventions of {declared.name} do not fit {operation.name}: {error}") from error
-    destinations = DESTINATIONS if declared.style == "dps" else ()
+    destinations = operation.results if declared.style == "dps" else ()
     strange = [name for name in declared.mutates if name not in (*required, *optional, *destinations)]
     if strange:
         raise TypeError(f"mutates must name arguments of {operation.name}, got {', '.join(strange)}")

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .answers import Answer, dtype_of
 from .case import Case
 from .contract import PRECISION_OF_DTYPE, Contract
 from .conventions import LATENT_CACHES, PACKED_CACHES, Conventions
-from .operation import Inputs, Kernel, Outline, Rows
+from .operation import AnyOutline, AttentionOutline, Inputs, Kernel, Result, Rows
 from .poison import Ledger
 from .record import GateResult, Location
 
@@ -111,7 +112,7 @@ def placement_of(arguments: dict[str, Any], case: Case, conventions: Conventions
     return place(lengths, conventions.page_size or 1, seed=case.seed)
 
 
-def prepared(inputs: Inputs, kernel: Kernel, case: Case, contract: Contract, outline: Outline) -> Inputs:
+def prepared(inputs: Inputs, kernel: Kernel, case: Case, contract: Contract, outline: AnyOutline) -> Inputs:
     """The inputs as ``kernel`` takes them, with a destination if it wants one; the oracle's are left as they are.
 
     Tensors that do not differ are shared. The ledger holds both, under the kernel's own names.
@@ -123,7 +124,8 @@ def prepared(inputs: Inputs, kernel: Kernel, case: Case, contract: Contract, out
     if conventions.rearranges:
         _rearrange(given, ledger, case, conventions)
     if kernel.style == "dps":
-        given[DESTINATION] = _destination(contract, outline, conventions, given["q"].device)
+        device = next(buffer.device for buffer in ledger.buffers.values())
+        given[DESTINATION] = _destination(contract, outline, conventions, device)
     return Inputs(arguments=given, ledger=ledger)
 
 
@@ -162,33 +164,44 @@ def _with_gaps(ledger: Ledger, name: str, cache: Tensor, leading: int, gap: int)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destination:
-    """What a kernel that writes into given tensors is to be given: shapes in its own layout, dtypes of its contract."""
+    """What a kernel that writes into given tensors is to be given, by name.
 
-    out_shape: tuple[int, ...]
-    out_dtype: torch.dtype
-    lse_shape: tuple[int, ...]
-    lse_dtype: torch.dtype
+    Attributes:
+        shapes: In the kernel's own layout.
+        dtypes: Of its contract.
+        device: Where.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, torch.dtype]
     device: torch.device
 
-    def allocate(self) -> tuple[Tensor, Tensor]:
-        """``out`` and ``lse``, uninitialised: poisoned and guarded inside the judge's block."""
-        out = torch.empty(self.out_shape, dtype=self.out_dtype, device=self.device)
-        return out, torch.empty(self.lse_shape, dtype=self.lse_dtype, device=self.device)
+    def allocate(self) -> dict[str, Tensor]:
+        """The tensors, uninitialised: poisoned and guarded inside the judge's block."""
+        return {
+            name: torch.empty(shape, dtype=self.dtypes[name], device=self.device) for name, shape in self.shapes.items()
+        }
 
 
-def _destination(contract: Contract, outline: Outline, conventions: Conventions, device: torch.device) -> Destination:
-    rows = (outline.num_tokens, outline.num_heads)
-    for name in ("out", "lse"):
-        if getattr(contract, name) not in _DTYPE_OF_PRECISION:
-            known = ", ".join(_DTYPE_OF_PRECISION)
-            raise ValueError(f"{name} of a dps kernel must be one of {known}, got {getattr(contract, name)!r}")
-    return Destination(
-        out_shape=(*rows, outline.d_v),
-        out_dtype=_DTYPE_OF_PRECISION[contract.out],
-        lse_shape=rows[::-1] if conventions.lse_layout == "HT" else rows,
-        lse_dtype=_DTYPE_OF_PRECISION[contract.lse],
-        device=device,
-    )
+def _destination(
+    contract: Contract, outline: AnyOutline, conventions: Conventions, device: torch.device
+) -> Destination:
+    shapes = {result.name: result.shape for result in outline.results}
+    if conventions.lse_layout == "HT":
+        shapes["lse"] = shapes["lse"][::-1]
+    dtypes = {result.name: _dtype(result, contract) for result in outline.results}
+    return Destination(shapes=shapes, dtypes=dtypes, device=device)
+
+
+def _dtype(result: Result, contract: Contract) -> torch.dtype:
+    if result.dtype is not None:
+        return dtype_of(result.dtype)
+    precision = getattr(contract, str(result.field))
+    if precision not in _DTYPE_OF_PRECISION:
+        known = ", ".join(_DTYPE_OF_PRECISION)
+        raise ValueError(f"{result.name} of a dps kernel must be one of {known}, got {precision!r}")
+    dtype: torch.dtype = _DTYPE_OF_PRECISION[precision]
+    return dtype
 
 
 def tokens_first(answer: Any, conventions: Conventions) -> Any:
@@ -200,7 +213,7 @@ def tokens_first(answer: Any, conventions: Conventions) -> Any:
     return answer
 
 
-def restated(answer: tuple[Tensor, Tensor], conventions: Conventions, empty_rows: Tensor) -> tuple[Tensor, Tensor]:
+def restated(answer: Answer, conventions: Conventions, empty_rows: Tensor) -> Answer:
     """An answer in the oracle's conventions: ``(0, -inf)`` for the declared values of empty rows, natural logarithms.
 
     A log-sum-exp to base 2 becomes float64, so that the change of base adds no error that the kernel would answer for.
@@ -221,7 +234,7 @@ def restated(answer: tuple[Tensor, Tensor], conventions: Conventions, empty_rows
     return out, lse
 
 
-def empty_row_gates(answer: tuple[Tensor, Tensor], conventions: Conventions, outline: Outline) -> list[GateResult]:
+def empty_row_gates(answer: Answer, conventions: Conventions, outline: AttentionOutline) -> list[GateResult]:
     """G1 in the kernel's own words: every empty row holds what was declared. None for the oracle's convention.
 
     Args:
@@ -263,7 +276,7 @@ def _holds(values: Tensor, wanted: str) -> Tensor:
     return values.isnan() if wanted == "nan" else values == _VALUES[wanted]
 
 
-def _first(wrong: Tensor, values: Tensor, outline: Outline, *, expected: float) -> Location:
+def _first(wrong: Tensor, values: Tensor, outline: AttentionOutline, *, expected: float) -> Location:
     index = [int(i) for i in wrong.nonzero()[0]]
     return Location(
         request=int(outline.requests[index[0]]),

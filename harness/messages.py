@@ -18,6 +18,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from .answers import Answer
 from .contract import Contract
 from .conventions import Conventions
 from .execution import Execution, Stop
@@ -134,10 +135,10 @@ def encode(result: Execution | Stop) -> tuple[dict[str, Any], dict[str, Tensor]]
     tensors = {
         f"{call}.{name}": tensor.contiguous().cpu()
         for call, answer in answers.items()
-        for name, tensor in zip(("out", "lse"), answer, strict=True)
+        for name, tensor in enumerate(answer)
     }
     promises = {"contract": asdict(result.contract), "conventions": asdict(result.conventions)}
-    return {**promises, "gates": gates, "again": again}, tensors
+    return {**promises, "gates": gates, "again": again, "results": len(result.first)}, tensors
 
 
 def decode(content: dict[str, Any], tensors: dict[str, Tensor], device: torch.device) -> Execution | Stop:
@@ -159,8 +160,8 @@ def _decoded(content: dict[str, Any], tensors: dict[str, Tensor], device: torch.
     contract = {**content["contract"], "mutates": tuple(content["contract"]["mutates"])}
     conventions = {**content["conventions"], "empty_row": tuple(content["conventions"]["empty_row"])}
 
-    def answer(call: str) -> tuple[Tensor, Tensor]:
-        return tensors[f"{call}.out"].to(device), tensors[f"{call}.lse"].to(device)
+    def answer(call: str) -> Answer:
+        return tuple(tensors[f"{call}.{number}"].to(device) for number in range(int(content["results"])))
 
     again = None
     if content["again"] is not None:

@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from .answers import Answer
 from .case import Case
 from .contract import Contract
 from .conventions import Conventions
 from .poison import Ledger
+from .record import GateResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +91,49 @@ class UndefinedColumn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outline:
-    """Shape of the answer: ``[T, H, Dv]``, which rows see no key (``[T]``, bool, CPU), and the owner of each row.
+class Result:
+    """One tensor of an answer.
 
-    ``nan_rows``, ``[T]``, tells the rows that see a NaN among their keys and must say so; None for none.
+    Attributes:
+        name: What a kernel that writes into given tensors calls it.
+        shape: Its size.
+        field: The field of the contract that names its format; None for integers.
+        dtype: Of integers, such as ``int32``; None otherwise.
+        axes: What each of its dimensions counts, as fields of ``record.Location``.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    field: str | None = None
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """What an answer must look like.
+
+    Attributes:
+        results: Its tensors, in order.
+        follows_contents: Whether other floating inputs must give other results; not where a rule fixes all of them.
+    """
+
+    results: tuple[Result, ...]
+    follows_contents: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionOutline:
+    """An ``Outline``: ``out``, ``[T, H, Dv]``, and ``lse``, ``[T, H]``.
+
+    Attributes:
+        num_tokens: ``T``.
+        num_heads: ``H``.
+        d_v: ``Dv``.
+        empty_rows: ``[T]``, bool, CPU, rows that see no key.
+        requests: ``[T]``, the owner of each row.
+        nan_rows: ``[T]``, rows that see a NaN among their keys and must say so; None for none.
+        undefined_columns: Elements that must not be finite.
     """
 
     num_tokens: int
@@ -102,6 +143,24 @@ class Outline:
     requests: Tensor
     nan_rows: Tensor | None = None
     undefined_columns: tuple[UndefinedColumn, ...] = ()
+
+    @property
+    def results(self) -> tuple[Result, ...]:
+        """The output and its log-sum-exp."""
+        rows, axes = (self.num_tokens, self.num_heads), ("token", "head")
+        return (
+            Result(name="out", shape=(*rows, self.d_v), axes=(*axes, "dim"), field="out"),
+            Result(name="lse", shape=rows, axes=axes, field="lse"),
+        )
+
+    @property
+    def follows_contents(self) -> bool:
+        """Rows without keys, or with a NaN among them, do not."""
+        fixed = self.empty_rows if self.nan_rows is None else self.empty_rows | self.nan_rows
+        return not bool(fixed.all())
+
+
+AnyOutline = Outline | AttentionOutline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,12 +187,30 @@ class Kernel:
     by_name: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """What an operation's own gates say of an answer.
+
+    Attributes:
+        gates: In the order in which a failure explains later ones; those called G1 speak of values that are not finite.
+        rows: How many rows were held against the oracle.
+    """
+
+    gates: list[GateResult]
+    rows: int
+
+
 class Operation(Protocol):
-    """One operation of the house; implemented by a module in ``harness/operations`` of the same name."""
+    """One operation of the house; implemented by a module in ``harness/operations`` of the same name.
+
+    It is an ``AttentionOperation`` or a ``GatedOperation`` besides.
+    """
 
     name: str
     arguments: tuple[str, ...]
     optional_arguments: tuple[str, ...]
+    # names of the results, in order
+    results: tuple[str, ...]
 
     def cases(self, request: "CaseRequest") -> list[Case]:
         """The cases of a tier."""
@@ -143,12 +220,8 @@ class Operation(Protocol):
         """The arguments of a kernel, drawn from the seed of the case."""
         ...
 
-    def outline(self, case: Case) -> Outline:
+    def outline(self, case: Case) -> AnyOutline:
         """What the answer must look like."""
-        ...
-
-    def rows(self, case: Case, arguments: dict[str, Any], *, budget: int) -> Iterator[Rows]:
-        """Rows to be judged: all of them, or a stratified sample when there are more than ``budget`` logits."""
         ...
 
     def default_contract(self, case: Case) -> Contract:
@@ -157,6 +230,32 @@ class Operation(Protocol):
 
     def kernels(self) -> list[Kernel]:
         """The twins of the house, and those that are judged only by name."""
+        ...
+
+
+@runtime_checkable
+class AttentionOperation(Operation, Protocol):
+    """A softmax over keys, whose results are ``out`` and ``lse``: judged row by row by ``harness.gates``."""
+
+    def outline(self, case: Case) -> AttentionOutline:
+        """What the answer must look like."""
+        ...
+
+    def rows(self, case: Case, arguments: dict[str, Any], *, budget: int) -> Iterator[Rows]:
+        """Rows to be judged: all of them, or a stratified sample when there are more than ``budget`` logits."""
+        ...
+
+
+@runtime_checkable
+class GatedOperation(Operation, Protocol):
+    """Any other: it brings its own gates, derived from the contract all the same."""
+
+    def oracle(self, case: Case, arguments: dict[str, Any]) -> Any:
+        """What the gates hold an answer against, worked out once for all kernels: float64, on the device."""
+        ...
+
+    def judge(self, case: Case, oracle: Any, answer: Answer, contract: Contract) -> Judged:
+        """Hold an answer of the right shapes and formats against the oracle."""
         ...
 
 

@@ -63,6 +63,15 @@ class Ledger:
                 buffer.copy_(self.copies[name])
 
 
+def left_as(tensor: Tensor, fill: float) -> Tensor:
+    """Which elements hold what their memory was poisoned with by ``poisoned_allocations(fill)``."""
+    if _has_nan(tensor):
+        return tensor.isnan() if math.isnan(fill) else tensor == fill
+    if tensor.dtype == torch.bool or not tensor.dtype.is_signed:
+        return torch.zeros_like(tensor, dtype=torch.bool)
+    return tensor == _integer_poison(tensor, fill)
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors hold the same bytes; NaNs compare by their bits."""
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -110,7 +119,7 @@ class _PoisonMode(TorchFunctionMode):
     def _poisoned(self, fresh: Tensor) -> Tensor:
         if fresh.layout != torch.strided or fresh.is_quantized or fresh.is_meta or fresh.is_pinned():
             return fresh
-        value = self._allocations.fill if _has_nan(fresh) else int(SENTINEL)
+        value = self._allocations.fill if _has_nan(fresh) else _integer_poison(fresh, self._allocations.fill)
         if not fresh.is_contiguous():
             return _fill(fresh, value)
         count = fresh.numel()
@@ -140,17 +149,22 @@ def _guard_fill(band: Tensor) -> float:
     return 1 if band.dtype == torch.bool or not band.dtype.is_signed else -77
 
 
+def _integer_poison(tensor: Tensor, fill: float) -> int:
+    """Integers have no NaN, so they get one sentinel in its stead and another for any other fill."""
+    if tensor.dtype == torch.bool:
+        return 1
+    return max(int(SENTINEL), torch.iinfo(tensor.dtype).min) + (not math.isnan(fill))
+
+
 def _fill(tensor: Tensor, value: float) -> Tensor:
     if tensor.dtype == torch.bool or not tensor.dtype.is_signed:
         value = 1
-    elif not _has_nan(tensor):
-        value = max(int(value), torch.iinfo(tensor.dtype).min)
     return tensor.fill_(value)
 
 
 @contextmanager
 def poisoned_allocations(fill: float) -> Iterator[Allocations]:
-    """Fill every uninitialised tensor of the block with ``fill`` (integers with a sentinel) and guard it.
+    """Fill every uninitialised tensor of the block with ``fill`` (signed integers with a sentinel) and guard it.
 
     Sees allocations made through torch's Python functions, not those inside compiled libraries.
     """

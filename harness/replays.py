@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .answers import Answer, copied
 from .contract import Contract
 from .cuda_graph import record_graph
 from .phases import phase
@@ -18,7 +19,7 @@ def replay_gates(
     bind: Callable[[dict[str, Any]], Callable[[], Any]],
     arguments: dict[str, Any],
     contract: Contract,
-    first: tuple[Tensor, Tensor],
+    first: Answer,
 ) -> list[GateResult]:
     """Run again on other contents at the same addresses; on a GPU, on a side stream and through a graph, too.
 
@@ -39,14 +40,14 @@ def replay_gates(
     # copied before the run, which may write what its contract lets it write
     elsewhere = {name: _elsewhere(value) for name, value in arguments.items()} if contract.deterministic else None
     with phase("kernel", device):
-        changed = _copy(run())
+        changed = copied(run())
     if same_bits(changed[0], first[0]):
         text = "the answer stayed the same when the inputs changed"
         return [*gates, GateResult(gate="G7 changed contents", ratio=float("inf"), text=text)]
     gates.append(GateResult(gate="G7 changed contents", ratio=0.0))
     if elsewhere is not None:
         with phase("kernel", device):
-            moved = _copy(bind(elsewhere)())
+            moved = copied(bind(elsewhere)())
         gates.append(_gate("G7 other addresses", moved, changed))
     return gates
 
@@ -59,12 +60,12 @@ def _elsewhere(value: Any) -> Any:
     return memory.set_(value.untyped_storage().clone(), value.storage_offset(), value.size(), value.stride())
 
 
-def _side_stream(run: Callable[[], Any], first: tuple[Tensor, Tensor], device: torch.device) -> GateResult:
+def _side_stream(run: Callable[[], Any], first: Answer, device: torch.device) -> GateResult:
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with phase("kernel", device):
         with torch.cuda.stream(stream):
-            aside = _copy(run())
+            aside = copied(run())
         torch.cuda.current_stream(device).wait_stream(stream)
     return _gate("G7 side stream", first, aside)
 
@@ -80,24 +81,19 @@ def _graph(run: Callable[[], Any], arguments: dict[str, Any], device: torch.devi
     _change_contents(arguments)
     with phase("kernel", device):
         graph.replay()
-        replayed = _copy(captured)
-        plain = _copy(run())
+        replayed = copied(captured)
+        plain = copied(run())
     return _gate("G7 graph replay", plain, replayed)
 
 
 def _change_contents(arguments: dict[str, Any]) -> None:
-    """Other values at the same addresses; NaN stays where no token lies."""
+    """Other values at the same addresses; NaN stays where no token lies, and so do infinities, which have a meaning."""
     for value in arguments.values():
         if isinstance(value, Tensor) and value.is_floating_point():
-            value.mul_(-0.5)
+            value.mul_(torch.where(value.isinf(), 1.0, -0.5))
 
 
-def _copy(answer: Any) -> tuple[Tensor, Tensor]:
-    out, lse = answer
-    return out.clone(), lse.clone()
-
-
-def _gate(name: str, expected: tuple[Tensor, Tensor], got: tuple[Tensor, Tensor]) -> GateResult:
+def _gate(name: str, expected: Answer, got: Answer) -> GateResult:
     same = all(same_bits(a, b) for a, b in zip(expected, got, strict=True))
     text = "" if same else f"{name}: bits differ from a plain call"
     return GateResult(gate=name, ratio=0.0 if same else float("inf"), text=text)

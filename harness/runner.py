@@ -3,18 +3,19 @@
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from .answers import Answer, at_hand
 from .case import Case
 from .companions import Companions
 from .contract import Contract
 from .execution import Execution, Stop, describe, execute
-from .gates import at_hand, judge_answers, nonfinite_gates, oracle_answers
+from .gates import judge_answers, nonfinite_gates, oracle_answers
 from .layouts import relocated
 from .metamorphic.gate import judge_again
-from .operation import Kernel, Operation, Rows
+from .operation import AttentionOperation, GatedOperation, Kernel, Operation, Rows
 from .phases import Spent, accounted, phase
 from .record import GateResult, Record, RowErrors, Verdict
 
@@ -50,6 +51,23 @@ class Exam:
             self.inputs = operation.inputs(case, device)
 
     @cached_property
+    def oracle(self) -> Any:
+        """What the own gates of an operation hold an answer against."""
+        if not isinstance(self.operation, GatedOperation):
+            raise TypeError(f"operation must bring its own gates, got {self.operation.name}")
+        with phase("oracle", self.device):
+            return self.operation.oracle(self.case, self.inputs.arguments)
+
+    def work_out(self) -> None:
+        """Have the oracle answer now, while the inputs are in place."""
+        _ = self.oracle if isinstance(self.operation, GatedOperation) else self.answers
+
+    def forget(self) -> None:
+        """Have the oracle answer anew when asked: the inputs have changed."""
+        for name in ("oracle", "answers", "absorbed_answers"):
+            vars(self).pop(name, None)
+
+    @cached_property
     def answers(self) -> list[tuple[Rows, Companions]]:
         """The oracle's rows with their companions."""
         return self._answers(absorbed=False)
@@ -64,9 +82,12 @@ class Exam:
         return self.absorbed_answers if contract.absorbed else self.answers
 
     def _answers(self, *, absorbed: bool) -> list[tuple[Rows, Companions]]:
-        budget = ROW_BUDGET[self.device.type] // self.operation.outline(self.case).d_v
+        operation = self.operation
+        if not isinstance(operation, AttentionOperation):
+            raise TypeError(f"operation must be judged by rows, got {operation.name}")
+        budget = ROW_BUDGET[self.device.type] // operation.outline(self.case).d_v
         with phase("oracle", self.device):
-            rows = self.operation.rows(self.case, self.inputs.arguments, budget=budget)
+            rows = operation.rows(self.case, self.inputs.arguments, budget=budget)
             return list(oracle_answers(rows, absorbed=absorbed))
 
 
@@ -177,32 +198,52 @@ def assess(exam: Exam, execution: Execution | Stop) -> Finding:
     """
     if isinstance(execution, Stop):
         return Finding(verdict=execution.verdict, text=execution.text, gates=execution.gates)
-    case, contract, outline = exam.case, execution.contract, exam.operation.outline(exam.case)
-    first, last = at_hand(execution.first), at_hand(execution.last)
-    gates = nonfinite_gates(*first, outline)
-    if not all(gate.passed for gate in gates):
-        return Finding(verdict=Verdict.NONFINITE, text=_failed(gates).text, gates=tuple(gates))
-    oracle = exam.answers_for(contract)
-    blocks = relocated([rows for rows, _ in oracle], exam.inputs.arguments, case, execution.conventions)
-    answers = list(zip(blocks, (c for _, c in oracle), strict=True))
+    case, contract, operation = exam.case, execution.contract, exam.operation
     # a kernel that promises no determinism must pass with its last answer as well as with its first
-    for answer in [first] if contract.deterministic else [first, last]:
-        tally = judge_answers(*answer, answers, contract=contract, family=case.family)
-        gates += sorted(tally.results(), key=lambda gate: gate.gate)
-    judged: dict[str, Any] = {"rows_judged": tally.rows_judged, "rows": tally.row_errors()}
+    asked = [execution.first] if contract.deterministic else [execution.first, execution.last]
+    held = _hold_attention if isinstance(operation, AttentionOperation) else _hold
+    gates, judged = held(exam, execution, [at_hand(answer) for answer in asked])
     if not all(gate.passed for gate in gates):
         worst = _failed(gates)
         text = worst.text or f"{worst.gate}: {worst.ratio:.3g} x its limit"
-        return Finding(verdict=Verdict.NUMERIC, text=text, gates=tuple(gates), **judged)
+        verdict = Verdict.NONFINITE if worst.gate.startswith("G1") else Verdict.NUMERIC
+        return Finding(verdict=verdict, text=text, gates=tuple(gates), **judged)
     verdict = Verdict.NONDETERMINISTIC
     gates += execution.gates
-    if all(gate.passed for gate in gates) and execution.again is not None:
+    again = execution.again
+    if again is not None and isinstance(operation, AttentionOperation) and all(gate.passed for gate in gates):
         verdict = Verdict.METAMORPHIC
-        gates += judge_again(exam.operation, case, exam.inputs, contract, execution.conventions, execution.again)
+        gates += judge_again(operation, case, exam.inputs, contract, execution.conventions, again)
     failed = [gate for gate in gates if not gate.passed]
     if not failed:
         return Finding(verdict=Verdict.PASS, gates=tuple(gates), **judged)
     return Finding(verdict=verdict, text=failed[0].text, gates=tuple(gates), **judged)
+
+
+def _hold_attention(exam: Exam, execution: Execution, asked: list[Answer]) -> tuple[list[GateResult], dict[str, Any]]:
+    """The gates of a softmax over keys: G1, and where all is finite the rows; what the finding says of the rows."""
+    contract, operation = execution.contract, cast(AttentionOperation, exam.operation)
+    out, lse = asked[0]
+    gates = nonfinite_gates(out, lse, operation.outline(exam.case))
+    if not all(gate.passed for gate in gates):
+        return gates, {}
+    oracle = exam.answers_for(contract)
+    blocks = relocated([rows for rows, _ in oracle], exam.inputs.arguments, exam.case, execution.conventions)
+    answers = list(zip(blocks, (c for _, c in oracle), strict=True))
+    for out, lse in asked:
+        tally = judge_answers(out, lse, answers, contract=contract, family=exam.case.family)
+        gates += sorted(tally.results(), key=lambda gate: gate.gate)
+    return gates, {"rows_judged": tally.rows_judged, "rows": tally.row_errors()}
+
+
+def _hold(exam: Exam, execution: Execution, asked: list[Answer]) -> tuple[list[GateResult], dict[str, Any]]:
+    """The gates that an operation brings."""
+    operation, gates, rows = cast(GatedOperation, exam.operation), [], 0
+    for answer in asked:
+        judged = operation.judge(exam.case, exam.oracle, answer, execution.contract)
+        gates += judged.gates
+        rows = judged.rows
+    return gates, {"rows_judged": rows}
 
 
 def _failed(gates: list[GateResult]) -> GateResult:

@@ -3,7 +3,7 @@
 from pprint import pformat
 
 from .case import Case
-from .operation import Operation
+from .operation import AnyOutline, Operation
 from .operations import NAMES
 from .record import Location
 
@@ -21,13 +21,14 @@ if not torch.cuda.is_available():
 from assay.harness import operations
 from assay.harness.case import Case
 from assay.harness.kernels import find_kernels
+from assay.harness.answers import tensors_of
 from assay.harness.layouts import prepared, restated
 from assay.harness.poison import poisoned_allocations
 from assay.reference.{op} import {op} as oracle
 
 KERNEL = {kernel!r}
 CASE = {case}
-# the element that the judge named, in `out` or, with two numbers, in `lse`; None if it named none
+# the element that the judge named, in the result of as many dimensions; None if it named none
 JUDGED = {judged!r}
 
 operation, case = operations.load({op!r}), Case.from_json(CASE)
@@ -38,21 +39,22 @@ exact = {{name: inputs.arguments[name] for name in operation.arguments if name n
 for name, value in exact.items():
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         exact[name] = value.double()
-expected = oracle(**exact)
+expected = tensors_of(oracle(**exact))
 
 # the kernel, in its own conventions; memory that it asks for and leaves unwritten is NaN
 kernel, outline = find_kernels(operation, KERNEL)[0], operation.outline(case)
 given = prepared(inputs, kernel, case, kernel.contract(case), outline)
 with poisoned_allocations(float("nan")):
-    answer = kernel.bind(given.arguments)()
-got = restated(answer, kernel.conventions, outline.empty_rows)
+    got = tensors_of(kernel.bind(given.arguments)())
+if hasattr(outline, "empty_rows"):
+    got = restated(got, kernel.conventions, outline.empty_rows)
 
 
 def show(label, name, a, b, index):
     print(f"{{label}}: {{name}}{{list(index)}} is {{float(a[index]):.9g}}, must be {{float(b[index]):.9g}}")
 
 
-for name, a, b in zip(("out", "lse"), got, expected, strict=True):
+for name, a, b in zip(operation.results, got, expected, strict=True):
     if a.shape != b.shape:
         raise SystemExit(f"{{name}} has shape {{tuple(a.shape)}}, must have {{tuple(b.shape)}}")
     error = torch.where(a.double() == b, 0.0, (a.double() - b).abs()).nan_to_num(nan=float("inf"))
@@ -83,12 +85,14 @@ def snippet(operation: Operation, case: Case, kernel_spec: str, where: Location 
         op=operation.name,
         kernel=kernel_spec,
         case=pformat(case.to_json(), sort_dicts=False, width=100),
-        judged=_index(where),
+        judged=_index(operation.outline(case), where),
     )
 
 
-def _index(where: Location | None) -> tuple[int, ...] | None:
-    """Token, head and, in ``out``, dimension; None for a place that is no element."""
-    if where is None or where.token is None or where.head is None:
-        return None
-    return (where.token, where.head) if where.dim is None else (where.token, where.head, where.dim)
+def _index(outline: AnyOutline, where: Location | None) -> tuple[int, ...] | None:
+    """The place in the result that has as many dimensions as it names, the largest; None for a place of no element."""
+    for result in sorted(outline.results, key=lambda one: -len(one.axes)):
+        index = [place for axis in result.axes if (place := getattr(where, axis, None)) is not None]
+        if len(index) == len(result.axes):
+            return tuple(index)
+    return None

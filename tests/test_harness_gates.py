@@ -32,7 +32,7 @@ from assay.harness.gates import (
     lse_limit,
     nonfinite_gates,
 )
-from assay.harness.operation import Outline, Rows
+from assay.harness.operation import AttentionOutline, Rows
 
 U = UNIT_ROUNDOFF["bf16"]
 # many keys and wide values, so that statistics have something to count
@@ -59,7 +59,7 @@ def reweighted(case: Case, weigh: Callable[[Tensor], Tensor]) -> Answer:
     return out, lse
 
 
-OUTLINE = Outline(
+OUTLINE = AttentionOutline(
     num_tokens=3, num_heads=2, d_v=2, empty_rows=torch.tensor([False, True, False]), requests=torch.tensor([0, 0, 1])
 )
 

@@ -22,7 +22,7 @@ from assay.harness.layouts import (
     restated,
     tokens_first,
 )
-from assay.harness.operation import Outline
+from assay.harness.operation import AttentionOutline
 from assay.harness.poison import GUARD_ELEMENTS, same_bits
 
 MLA = operations.load("mla_prefill")
@@ -189,7 +189,7 @@ def test_only_declared_values_of_empty_rows_are_translated(value: Any, lse_value
     assert all(same_bits(a, b) for a, b in zip(restated(other, conventions, EMPTY), other, strict=True))
 
 
-OUTLINE = Outline(num_tokens=2, num_heads=1, d_v=2, empty_rows=EMPTY, requests=torch.tensor([4, 5]))
+OUTLINE = AttentionOutline(num_tokens=2, num_heads=1, d_v=2, empty_rows=EMPTY, requests=torch.tensor([4, 5]))
 
 
 def test_an_empty_row_must_hold_what_was_declared_and_not_what_the_oracle_says() -> None:

@@ -8,7 +8,7 @@ import torch
 from builders import CPU, attention_case, honest_attention, judged, mla_case, operation_of
 from torch import Tensor
 
-from assay.harness.poison import GUARD_ELEMENTS, SENTINEL, Allocations, Ledger, poisoned_allocations, same_bits
+from assay.harness.poison import GUARD_ELEMENTS, SENTINEL, Allocations, Ledger, left_as, poisoned_allocations, same_bits
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
@@ -169,3 +169,16 @@ def test_slots_of_no_token_and_columns_between_rows_are_nan() -> None:
     k = operation_of(strided).inputs(strided, CPU).arguments["k"]
     assert k.stride() == (40, 40, 1)
     assert bool(k.as_strided((40, 16), (40, 1), k.storage_offset() + 24).isnan().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
+def test_integers_that_were_left_as_they_were_are_told_from_others(dtype: torch.dtype) -> None:
+    answers = []
+    for fill in (math.nan, SENTINEL):
+        with poisoned_allocations(fill):
+            answers.append(torch.empty(3, dtype=dtype))
+        # one element is written, with the other call's poison
+        answers[-1][1] = -24577 if dtype not in (torch.int8,) else -100
+    first, second = answers
+    assert (left_as(first, math.nan) & left_as(second, SENTINEL)).tolist() == [True, False, True]
+    assert not left_as(torch.zeros(2, dtype=torch.uint8), math.nan).any()

@@ -64,9 +64,9 @@ class Ring:
             view = copy.copy(self.exams[content.entry])
             if content.version:
                 # the answer of the set as drawn is not that of other contents
-                vars(view).pop("answers", None)
+                view.forget()
             # worked out now, while the contents are in place
-            _ = view.answers
+            view.work_out()
             self._judged[content] = view
         return self._judged[content]
 

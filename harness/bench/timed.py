@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..answers import Answer, copied
 from ..execution import Execution, describe
 from ..layouts import restated
-from ..operation import Kernel
+from ..operation import AttentionOutline, Kernel
 from ..poison import same_bits
 from ..record import Verdict
 from ..runner import Finding, assess
@@ -18,8 +19,6 @@ from .ring import Ring, Slot
 from .schedule import Content, Schedule
 
 WARMUP = 2
-
-Answer = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +83,7 @@ class TimedKernel:
             results = self._slots[content.entry].run()
             # wherever it was worked out: that is asked about when it is timed
             self._clock.drain()
-            answer = _copy(results)
+            answer = copied(results)
             finding = self._assess(answer, content)
             if finding.verdict is not Verdict.PASS:
                 return finding
@@ -107,7 +106,7 @@ class TimedKernel:
 
     def finding(self, content: Content, results: Any) -> Finding | None:
         """What is wrong with the results of a timed call, or None."""
-        expected, got = self._judged[content], _copy(results)
+        expected, got = self._judged[content], copied(results)
         if all(same_bits(a, b) for a, b in zip(got, expected, strict=True)):
             return None
         place = f"a timed call on set {content.entry} with contents {content.version}"
@@ -136,9 +135,10 @@ class TimedKernel:
     def _assess(self, answer: Answer, content: Content) -> Finding:
         exam = self._ring.exam(content)
         outline = exam.operation.outline(exam.case)
-        stated = restated(answer, self.kernel.conventions, outline.empty_rows)
+        if isinstance(outline, AttentionOutline):
+            answer = restated(answer, self.kernel.conventions, outline.empty_rows)
         execution = Execution(
-            contract=self.contract, first=stated, last=stated, gates=(), conventions=self.kernel.conventions
+            contract=self.contract, first=answer, last=answer, gates=(), conventions=self.kernel.conventions
         )
         return assess(exam, execution)
 
@@ -163,10 +163,6 @@ def raised(error: Exception) -> Finding:
     return Finding(verdict=Verdict.CRASH, text=describe(error))
 
 
-def _copy(results: Any) -> Answer:
-    out, lse = results
-    return out.clone(), lse.clone()
-
-
 def _tensors(results: Any) -> list[Tensor]:
-    return [tensor for tensor in results or () if isinstance(tensor, Tensor)]
+    found = [results] if isinstance(results, Tensor) else results or ()
+    return [tensor for tensor in found if isinstance(tensor, Tensor)]

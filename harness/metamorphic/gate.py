@@ -22,19 +22,20 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...reference.attention import merge_states
+from ..answers import Answer, copied
 from ..case import Case
 from ..contract import Contract
 from ..conventions import Conventions
 from ..gates import judge, nonfinite_gates
 from ..interpreter import no_interpreted_bfloat16
 from ..layouts import prepared, relocated, restated
-from ..operation import Inputs, Kernel, Operation
+from ..operation import AttentionOperation, Inputs, Kernel
 from ..phases import phase
 from ..poison import poisoned_allocations, same_bits
 from ..record import GateResult, Location
 from . import attention, mla_prefill
 from .moves import Moves, Part
-from .relations import RELATIONS, Answer, Question, Scene, scaled_back
+from .relations import RELATIONS, Question, Scene, scaled_back
 
 MOVES: dict[str, Moves] = {
     "attention": attention.MOVES,
@@ -66,7 +67,7 @@ class Rearranged:
 
 
 def metamorphic_gates(
-    operation: Operation, kernel: Kernel, case: Case, device: torch.device, first: Answer, contract: Contract
+    operation: AttentionOperation, kernel: Kernel, case: Case, device: torch.device, first: Answer, contract: Contract
 ) -> list[GateResult]:
     """Ask the kernel all rearrangements of a case and judge; one result for each relation that applies.
 
@@ -87,7 +88,7 @@ def metamorphic_gates(
 
 
 def ask_again(
-    operation: Operation,
+    operation: AttentionOperation,
     kernel: Kernel,
     case: Case,
     inputs: Inputs,
@@ -134,7 +135,12 @@ def ask_again(
 
 
 def judge_again(
-    operation: Operation, case: Case, inputs: Inputs, contract: Contract, conventions: Conventions, again: Rearranged
+    operation: AttentionOperation,
+    case: Case,
+    inputs: Inputs,
+    contract: Contract,
+    conventions: Conventions,
+    again: Rearranged,
 ) -> list[GateResult]:
     """The oracle's side: hold the answers that bits do not decide to the gates of their rearranged cases.
 
@@ -165,7 +171,9 @@ def judge_again(
     return gates
 
 
-def _scene(operation: Operation, case: Case, inputs: Inputs, contract: Contract, conventions: Conventions) -> Scene:
+def _scene(
+    operation: AttentionOperation, case: Case, inputs: Inputs, contract: Contract, conventions: Conventions
+) -> Scene:
     if operation.name not in MOVES:
         raise NotImplementedError(f"operation must be one of {', '.join(MOVES)}, got {operation.name}")
     outline = operation.outline(case)
@@ -182,7 +190,12 @@ def _scene(operation: Operation, case: Case, inputs: Inputs, contract: Contract,
 
 
 def _ask(
-    operation: Operation, kernel: Kernel, part: Part, question: Question, contract: Contract, device: torch.device
+    operation: AttentionOperation,
+    kernel: Kernel,
+    part: Part,
+    question: Question,
+    contract: Contract,
+    device: torch.device,
 ) -> Answer:
     """The kernel's answer by value in the oracle's conventions, on memory full of NaN."""
     case, inputs = part
@@ -200,8 +213,8 @@ def _ask(
             # numpy, in which Triton's interpreter computes, remarks on the NaN of poisoned neighbours
             warnings.simplefilter("ignore", RuntimeWarning)
             with phase("kernel", device):
-                out, lse = kernel.bind(given.arguments)()
-        answer = restated((out.clone(), lse.clone()), kernel.conventions, outline.empty_rows)
+                got = copied(kernel.bind(given.arguments)())
+        answer = restated(got, kernel.conventions, outline.empty_rows)
     except NotImplementedError as error:
         raise _RefusedError(str(error)) from error
     except Exception as error:
@@ -245,7 +258,7 @@ def _difference(name: str, got: torch.Tensor, expected: torch.Tensor, rows: torc
 
 
 def _judged(
-    operation: Operation,
+    operation: AttentionOperation,
     question: Question,
     got: tuple[Answer, ...],
     contract: Contract,

@@ -19,8 +19,6 @@ POWERS = (12, -12)
 POWER_FP16 = 3
 STORES = ("out", "inputs", "splits_store", "projected", "pv_acc")
 
-Answer = tuple[Tensor, Tensor]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:

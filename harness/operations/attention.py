@@ -12,7 +12,7 @@ from ..activations import captured_latents
 from ..case import Case
 from ..contract import Contract, default_contract
 from ..families import attention_values, key_seen_by_all, nonfinite_dims, tokens_of, visible_nan
-from ..operation import CaseRequest, Inputs, Kernel, Outline, Rows, UndefinedColumn
+from ..operation import AttentionOutline, CaseRequest, Inputs, Kernel, Rows, UndefinedColumn
 from ..poison import Ledger
 from ..providers import BY_NAME, interpreted_tiles_refusal, known_providers, provider_refusal
 from ..sampling import sample_heads, sample_queries, sample_requests
@@ -25,6 +25,7 @@ class Attention:
     name = "attention"
     arguments = ("q", "k", "v", "softmax_scale", "causal", "cu_seqlens_q", "cu_seqlens_k")
     optional_arguments: tuple[str, ...] = ()
+    results = ("out", "lse")
 
     def cases(self, request: CaseRequest) -> list[Case]:
         """See ``_attention_cases``."""
@@ -41,7 +42,7 @@ class Attention:
             arguments[name] = ledger.guarded(name, ends, device)
         return Inputs(arguments=arguments, ledger=ledger)
 
-    def outline(self, case: Case) -> Outline:
+    def outline(self, case: Case) -> AttentionOutline:
         """Rows see no key where the request has none, or where causality cuts all of them off."""
         empty, requests, undefined = [], [], []
         nan_request, _ = visible_nan(case.family, case.sizes["query_lens"], case.sizes["key_lens"]) or (-1, 0)
@@ -52,7 +53,7 @@ class Attention:
             requests.append(torch.full((n,), request))
         owners, (request, _, heads) = torch.cat(requests), _undefined_values(case) or (-1, 0, slice(0))
         columns = nonfinite_dims(case.sizes["d_v"]).items() if request >= 0 else ()
-        return Outline(
+        return AttentionOutline(
             num_tokens=sum(case.sizes["query_lens"]),
             num_heads=case.sizes["num_heads"],
             d_v=case.sizes["d_v"],

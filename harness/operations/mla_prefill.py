@@ -14,7 +14,7 @@ from ..activations import captured_latents
 from ..case import Case
 from ..contract import Contract, default_contract
 from ..families import latent_values, shared_prefixes, tokens_of, visible_nan
-from ..operation import CaseRequest, Inputs, Kernel, Latent, Outline, Rows, UndefinedColumn
+from ..operation import AttentionOutline, CaseRequest, Inputs, Kernel, Latent, Rows, UndefinedColumn
 from ..poison import Ledger
 from ..providers import BY_NAME, interpreted_tiles_refusal, known_providers, provider_refusal
 from ..sampling import sample_heads, sample_queries, sample_requests
@@ -41,6 +41,7 @@ class MlaPrefill:
         "history_chunk_size",
     )
     optional_arguments = ("history_chunk_size",)
+    results = ("out", "lse")
 
     def cases(self, request: CaseRequest) -> list[Case]:
         """See ``_mla_prefill_cases``."""
@@ -83,12 +84,12 @@ class MlaPrefill:
         arguments |= {name: ledger.guarded(name, tensor, device) for name, tensor in integers.items()}
         return Inputs(arguments=arguments, ledger=ledger)
 
-    def outline(self, case: Case) -> Outline:
+    def outline(self, case: Case) -> AttentionOutline:
         """Every query sees at least itself."""
         query_lens, context_lens = case.sizes["query_lens"], case.sizes["context_lens"]
         nan_request, _ = visible_nan(case.family, query_lens, context_lens) or (-1, 0)
         requests = torch.repeat_interleave(torch.arange(len(query_lens)), torch.tensor(query_lens))
-        return Outline(
+        return AttentionOutline(
             num_tokens=sum(query_lens),
             num_heads=case.sizes["num_heads"],
             d_v=case.sizes["d_v"],
