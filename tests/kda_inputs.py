@@ -58,7 +58,9 @@ def kda_inputs(
         g = -torch.nn.functional.softplus(g)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     state = 0.2 * normal(len(lengths), hv, d_k, d_v)
-    given = {name: value.to(dtype) for name, value in {"q": q, "k": k, "v": v, "g": g, "beta": beta}.items()}
+    given: dict[str, Any] = {
+        name: value.to(dtype) for name, value in {"q": q, "k": k, "v": v, "g": g, "beta": beta}.items()
+    }
     if tail:
         given = {name: torch.cat([x, x.new_full((tail, *x.shape[1:]), torch.nan)]) for name, x in given.items()}
     given |= {"scale": d_k**-0.5, "cu_seqlens": offsets(lengths), "gate": gate}

@@ -11,6 +11,7 @@ from torch import Tensor
 from assay.reference._kda_chunkwise import ORDERS, affine_map, chunkwise_kda
 from assay.reference.kda import kda, log_decay, normalised, recurrent_kda, transformed
 
+Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 FAMILIES = ("normal", "slow", "u01", "runs", "fast", "alternating")
 
 
@@ -65,15 +66,15 @@ def gate_of(given: dict[str, Any], logit: float, head: int, channel: int) -> flo
     return float(given["lower_bound"]) / (1.0 + math.exp(-amplitude * x))
 
 
-def one_sequence(lengths: list[int], **options: Any) -> tuple[list[Tensor], Tensor, float]:
+def one_sequence(lengths: list[int], **options: Any) -> tuple[Rows, Tensor, float]:
     """What the recurrence takes, of the first sequence: ``q, k, v, g, beta``, its state, the scale."""
     given = kda_inputs(lengths, **options)
     names = ("gate", "A_log", "dt_bias", "lower_bound")
-    gate = {name: given.get(name) for name in names}
+    gate: dict[str, Any] = {name: given.get(name) for name in names}
     q, k, g, beta = transformed(
         given["q"], given["k"], given["g"], given["beta"], beta_is_logits=True, qk_l2norm=True, **gate
     )
-    return [q, k, given["v"], g, beta], given["initial_state"][0], given["scale"]
+    return (q, k, given["v"], g, beta), given["initial_state"][0], given["scale"]
 
 
 @pytest.mark.parametrize("gate", GATES)
