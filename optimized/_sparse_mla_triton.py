@@ -1,0 +1,107 @@
+"""Sparse MLA as one plain Triton kernel: a query a program, its heads padded to the 16 rows of a matrix instruction.
+
+Part of ``optimized/sparse_mla.py``; call it from there. No count is known when the kernel is compiled but those of the
+model, so that new lengths compile nothing.
+"""
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ._attention_triton import _shared_memory, block_widths
+from ._sparse_mla_triton_kernel import sparse_mla_kernel
+
+if TYPE_CHECKING:
+    from ._sparse_mla_plan import SparseMlaCall, SparseMlaPlan, SparseMlaShape
+
+LOG2_E = math.log2(math.e)
+
+# decided when the kernel was decorated, from TRITON_INTERPRET
+INTERPRETED = not isinstance(sparse_mla_kernel, triton.runtime.JITFunction)
+
+
+class Tile(NamedTuple):
+    """Launch configuration: ``block_h`` heads a program, ``block_n`` rows a step."""
+
+    block_h: int
+    block_n: int
+    num_stages: int
+    num_warps: int
+
+
+def refusal(shape: "SparseMlaShape") -> str | None:
+    """Why the kernel cannot serve a shape, or None."""
+    if shape.dtype == torch.float64:
+        return "float64 is not served: the kernel sums in float32"
+    if INTERPRETED and shape.dtype == torch.bfloat16:
+        return "bfloat16 is not served under TRITON_INTERPRET: the interpreter multiplies its bit patterns"
+    if not INTERPRETED and shape.device.type != "cuda":
+        return f"a CUDA device is needed (or TRITON_INTERPRET=1 before the import), got {shape.device}"
+    if not INTERPRETED and torch.cuda.get_device_capability(shape.device) < (8, 0):
+        return f"compute capability 8.0 is needed, got {torch.cuda.get_device_capability(shape.device)}"
+    main = block_widths(shape.d_qk, 1)[0]
+    if shape.d_v > main:
+        return f"values must lie in the first {main} of {shape.d_qk} columns, got d_v = {shape.d_v}"
+    if choose_tile(shape) is None:
+        return f"no tile of rows of width {shape.d_qk} fits in shared memory"
+    return None
+
+
+def choose_tile(shape: "SparseMlaShape") -> Tile | None:
+    """The first configuration, best first, that fits in shared memory; None if there is none."""
+    block_h = min(64, max(16, 1 << (shape.h_q - 1).bit_length()))
+    if INTERPRETED:
+        return Tile(block_h, 32, 1, 4)
+    num_warps = 4 if block_h <= 16 else 8
+    preferred = [Tile(block_h, 64, 2, num_warps), Tile(block_h, 32, 2, num_warps), Tile(block_h, 16, 1, num_warps)]
+    preferred += [Tile(16, 16, 1, 4)]
+    width, available = sum(block_widths(shape.d_qk, 1)[:2]), _shared_memory(shape.device)
+    for tile in preferred:
+        if (tile.block_h + tile.num_stages * tile.block_n) * width * shape.dtype.itemsize + 2048 <= available:
+            return tile
+    return None
+
+
+def attend(call: "SparseMlaCall", plan: "SparseMlaPlan") -> None:
+    """Write ``out``, ``lse`` and ``max_logits`` in one launch."""
+    launch(call, plan.shape)
+
+
+def launch(call: "SparseMlaCall", shape: "SparseMlaShape", *, flags: Tensor | None = None) -> None:
+    """Run the kernel for all queries, or for those of which ``flags``, ``[s_q, h_q]``, names a head."""
+    tile = choose_tile(shape)
+    if tile is None:
+        raise NotImplementedError(f"no tile of this kernel serves {shape}")
+    main, rest, _ = block_widths(shape.d_qk, 1)
+    with torch.cuda.device_of(call.q):
+        sparse_mla_kernel[(shape.s_q, triton.cdiv(shape.h_q, tile.block_h))](
+            call.q,
+            call.kv,
+            call.indices,
+            call.topk_length,
+            call.attn_sink,
+            flags,
+            call.out,
+            call.lse,
+            call.max_logits,
+            call.softmax_scale * LOG2_E,
+            shape.s_kv,
+            shape.h_q,
+            *call.q.stride(),
+            *call.kv.stride(),
+            *call.indices.stride(),
+            *call.out.stride(),
+            TOPK=shape.topk,
+            D_QK=shape.d_qk,
+            D_V=shape.d_v,
+            BLOCK_H=tile.block_h,
+            BLOCK_N=tile.block_n,
+            BLOCK_MAIN=main,
+            BLOCK_REST=rest,
+            NUM_STAGES=tile.num_stages,
+            ONLY_FLAGGED=flags is not None,
+            num_warps=tile.num_warps,
+        )
