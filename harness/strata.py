@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._gates_bounds import Roundoffs, finite_lse, lost_weight, merge_error, split_power
 from .companions import Companions
-from .contract import Contract
+from .contract import UNIT_ROUNDOFF, Contract
 from .operation import Rows
 from .record import GateResult, Location
 
@@ -28,6 +28,8 @@ class ScaleRows:
         independent: Its variance from errors that other rows do not share.
         shared: Its variance from rounded keys and values, which all rows of a request and head share.
         drift: A quarter of what float32 sums and the rounded lse may add, the same sign in every row.
+        rounding: The same error of the oracle's own answer once it is rounded: a bias wherever outputs lie next to
+            numbers of the format, and are rounded to these in every row.
         used: Rows that count.
         labels: Stratum of each row, by kind.
         tokens: Packed token of each row.
@@ -37,6 +39,7 @@ class ScaleRows:
     independent: Tensor
     shared: Tensor
     drift: Tensor
+    rounding: Tensor
     used: Tensor
     labels: dict[str, Tensor]
     tokens: Tensor
@@ -46,7 +49,11 @@ class ScaleRows:
         """The statistics of one block."""
         norm = c.out.square().sum(-1)
         used = (c.visible > 0) & (norm > 0)
-        alpha = torch.where(used, (got * c.out).sum(-1) / norm.clamp(min=1e-300) - 1, 0.0)
+
+        def along(error: Tensor) -> Tensor:
+            return torch.where(used, (error * c.out).sum(-1) / norm.clamp(min=1e-300), 0.0)
+
+        alpha = torch.where(used, along(got) - 1, 0.0)
         independent, shared = _variances(c, u)
         labels = _strata(c, rows)
         # truncated operands take the edge off all logits; the other sums are those of adders that truncate
@@ -56,6 +63,7 @@ class ScaleRows:
             independent=independent.flatten(),
             shared=shared.flatten(),
             drift=torch.where(used, drift, 0.0).flatten(),
+            rounding=along(_rounded(c.out, u.out) - c.out).flatten(),
             used=used.flatten(),
             labels={name: label.flatten() for name, label in labels.items()},
             tokens=rows.tokens.to(alpha.device)[:, None].expand_as(alpha).flatten(),
@@ -64,7 +72,14 @@ class ScaleRows:
     def ratio(self, sigmas: float) -> Tensor:
         """``|alpha|`` of each row over its limit."""
         limit = sigmas * (self.independent + self.shared).sqrt() + 4 * self.drift
+        limit = limit + (self.alpha.sign() * self.rounding).clamp(min=0.0)
         return torch.where(self.used, self.alpha.abs() / limit.clamp(min=1e-300), 0.0)
+
+
+def _rounded(values: Tensor, roundoff: float) -> Tensor:
+    """Float64 values to nearest in a format of fewer digits and any range, by the splitting of Dekker."""
+    shifted = values * (roundoff / UNIT_ROUNDOFF["fp64"] + 1)
+    return shifted - (shifted - values)
 
 
 def _variances(c: Companions, u: Roundoffs) -> tuple[Tensor, Tensor]:
@@ -125,7 +140,7 @@ def pooled_scale(blocks: list[ScaleRows], contract: Contract) -> list[GateResult
     used = joined("used")
     if not bool(used.any()):
         return []
-    values = {name: joined(name)[used] for name in ("alpha", "independent", "shared", "drift", "tokens")}
+    values = {name: joined(name)[used] for name in ("alpha", "independent", "shared", "drift", "rounding", "tokens")}
     labels = {name: torch.cat([block.labels[name].cpu() for block in blocks])[used] for name in blocks[0].labels}
     margin = contract.roundoff("p") / 256
     worst: dict[str, GateResult] = {}
@@ -156,9 +171,10 @@ def _pooled_ratio(
     grouped = torch.zeros(int(group.max()) + 1, dtype=weight.dtype, device=weight.device)
     grouped.index_add_(0, group, weight * shared.sqrt())
     variance = (weight.square() * independent).sum() + grouped.square().sum()
-    drift = (weight * values["drift"][member]).sum()
+    drift, rounding = ((weight * values[name][member]).sum() for name in ("drift", "rounding"))
     mean = float((weight * alpha).sum())
     limit = float(POOLED_SIGMAS * variance.sqrt() + 4 * drift) + margin
+    limit += max(0.0, math.copysign(1.0, mean) * float(rounding))
     ratio = abs(mean) / limit
     return (math.inf if math.isnan(ratio) else ratio), mean, limit
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from assay.harness.case import Case
 from assay.harness.companions import companions
 from assay.harness.contract import Contract, default_contract
-from assay.harness.gates import Roundoffs
+from assay.harness.gates import SCALE_ROW_SIGMAS, Roundoffs, judge
 from assay.harness.record import GateResult
 from assay.harness.strata import POOLED_SIGMAS, ScaleRows, pooled_scale
 
@@ -93,6 +93,7 @@ def scale_rows(alpha: list[float], *, heads: list[int] | None = None, **given: A
         independent=column("independent", 1.0),
         shared=column("shared", 0.0),
         drift=column("drift", 0.0),
+        rounding=column("rounding", 0.0),
         used=torch.tensor(given.get("used", [True] * count)),
         labels={
             "head": torch.tensor(heads or [0] * count),
@@ -134,6 +135,35 @@ def test_drift_is_allowed_in_full() -> None:
     assert gate.ratio == pytest.approx(1 / (POOLED_SIGMAS / 2 + 4 * 0.5 + MARGIN))
     rows = scale_rows([6.0, -3.0], drift=[0.5, 0.5])
     assert rows.ratio(7.0).tolist() == pytest.approx([6 / 9, 3 / 9])
+
+
+def test_what_rounding_does_is_allowed_in_its_own_direction() -> None:
+    limit = POOLED_SIGMAS / 2 + MARGIN
+    biased = [0.5] * 4
+    assert pooled(scale_rows([2.0] * 4, rounding=biased))["all"].ratio == pytest.approx(2 / (limit + 0.5))
+    assert pooled(scale_rows([-2.0] * 4, rounding=biased))["all"].ratio == pytest.approx(2 / limit)
+    assert pooled(scale_rows([-2.0] * 4, rounding=[-0.5] * 4))["all"].ratio == pytest.approx(2 / (limit + 0.5))
+    rows = scale_rows([6.0, -6.0], rounding=[0.5, 0.5])
+    assert rows.ratio(7.0).tolist() == pytest.approx([6 / 7.5, 6 / 7])
+
+
+def test_the_rounded_oracle_is_right_where_one_key_holds_the_weight() -> None:
+    """Outputs next to the value of one key are rounded to it in every row: a bias, and no fault."""
+    sizes = {"query_lens": [64], "key_lens": [64], "d_v": 512, "num_heads": 4, "num_kv_heads": 4}
+    (rows,) = rows_of(attention_case("peaked", "bfloat16", **sizes))
+    rows = replace(rows, q=2 * rows.q)
+    c, contract = companions(rows), BF16.promising(l="from_p")
+    answer = c.out.bfloat16(), c.lse.float()
+    assert all(gate.passed for gate in judge(*answer, [rows], contract=contract, family="peaked").results())
+    u = Roundoffs.of(contract, rows)
+    scale = ScaleRows.of(c, u, rows, answer[0].double())
+    assert float(scale.rounding.mean()) == pytest.approx(float(scale.alpha.mean()), rel=1e-3)
+    noise = replace(scale, rounding=torch.zeros_like(scale.rounding))
+    assert pooled(noise)["all"].ratio > 1
+    assert float(noise.ratio(SCALE_ROW_SIGMAS).max()) > 1
+    # a kernel as far off to the other side has no such excuse
+    other = ScaleRows.of(c, u, rows, 2 * c.out - answer[0].double())
+    assert pooled(other)["all"].ratio > 1
 
 
 def test_each_kind_reports_its_worst_stratum_and_the_worst_row_of_it() -> None:
