@@ -14,12 +14,15 @@ class Tokens:
     Attributes:
         ramp: ``[S]``, position of each key within its request, from -1 to 1.
         targets: ``[T]``, one packed key that each query may see, -1 where it sees none.
-        twins: ``[S]``, the key as far from the end of its request as this one is from the beginning.
+        visible: ``[T]``, how many it may see.
+        twins: ``[S]``, the key as far from the end of its request as this one is from the beginning; itself where there
+            are only two.
         shared: ``[S]``, the key whose place in the cache this one has: its own, or that of another request's prefix.
     """
 
     ramp: Tensor
     targets: Tensor
+    visible: Tensor
     twins: Tensor
     shared: Tensor
 
@@ -41,18 +44,26 @@ def tokens_of(
         generator: Of the draw.
         prefixes: Keys at the start of each request that it shares with the request before; None for none.
     """
-    ramps, targets, twins, shared, start, before = [], [], [], [], 0, 0
+    ramps, targets, visible, twins, shared, start, before = [], [], [], [], [], 0, 0
     for at, (n, m) in enumerate(zip(query_lens, key_lens, strict=True)):
         ramps.append(torch.linspace(-1, 1, m) if m > 1 else torch.ones(m))
         last_key = torch.arange(n) + m - n if causal else torch.full((n,), m - 1)
         drawn = (torch.rand(n, generator=generator) * (last_key + 1)).long()
         chosen = torch.where(torch.arange(n) % 2 == 0, last_key, drawn)
         targets.append(torch.where(last_key < 0, -1, chosen + start))
+        visible.append((last_key + 1).clamp(min=0))
         keys, prefix = torch.arange(m), 0 if prefixes is None else prefixes[at]
-        twins.append(start + m - 1 - keys)
+        # two keys that are equal would give all queries the same answer, and the same error
+        twins.append(start + (m - 1 - keys if m > 2 else keys))
         shared.append(torch.where(keys < prefix, before, start) + keys)
         start, before = start + m, start
-    return Tokens(ramp=torch.cat(ramps), targets=torch.cat(targets), twins=torch.cat(twins), shared=torch.cat(shared))
+    return Tokens(
+        ramp=torch.cat(ramps),
+        targets=torch.cat(targets),
+        visible=torch.cat(visible),
+        twins=torch.cat(twins),
+        shared=torch.cat(shared),
+    )
 
 
 def shared_prefixes(query_lens: list[int], context_lens: list[int]) -> list[int]:

@@ -13,7 +13,8 @@
 Those below are drawn less often, for what they show is a matter of few sizes:
 
 ``leverage``       each query is drawn to one key, often the last it sees, and that key has an equal one with another
-                   value: maxima tie, values have one sign; slots at the ends of a cache hold such keys, or lures
+                   value; the two hold half of the weight: maxima tie, values have one sign; slots at the ends of a
+                   cache hold such keys, or lures
 ``overflow``       keys near the largest number of float16, logits near +60000 and -60000
 ``nonfinite-v``    NaN or infinity in the values alone: so must be the output of those columns, and nothing else
 """
@@ -63,12 +64,10 @@ NOISE = 2.0**-6
 LOGIT_SHIFT = 80.0
 LOGIT_DEPTH = -60000.0
 MOVED_FAMILIES = ("shifted", "sunken", "overflow")
-# half of a logit that lies so deep: its query factor is LOGIT_DEPTH / softmax_scale / DEEP_KEY
-DEEP_KEY = 512.0
-# 7/8 of the way to the largest number of float16, exact in every dtype
-LARGE_KEY = 57344.0
-# by how much the logit of a query's own key exceeds the others: against 100 keys it and its twin hold most weight
-LEVERAGE = 6.0
+# the key's factor of a moved logit, at usual scales
+SHIFTED_KEY, DEEP_KEY = 8.0, 512.0
+# 7/8 of the way to the largest number of float16, exact in every dtype; and the largest power of two below it
+LARGE_KEY, LARGEST_POWER = 57344.0, 32768.0
 
 
 def attention_values(
@@ -85,15 +84,14 @@ def attention_values(
     """Draw ``q``, ``[T, H, Dq]``, ``k``, ``[S, H_kv, Dq]``, and ``v``, ``[S, H_kv, Dv]``, float32.
 
     Raises:
-        ValueError: If the family is unknown.
+        ValueError: If the family is unknown, or the scale so small that float16 does not hold the queries.
     """
     queries, keys = len(tokens.targets), len(tokens.ramp)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    # logits of unit variance whatever the scale, so that an ignored scale argument shows
-    strength = 1 / (softmax_scale * math.sqrt(d_qk))
+    strength = _strength(softmax_scale, d_qk)
     q, k, v = strength * normal(queries, num_heads, d_qk), normal(keys, num_kv_heads, d_qk), None
     if family == "exact-uniform":
         v = uniform_values(keys, num_kv_heads * d_v, generator).unflatten(1, (num_kv_heads, d_v))
@@ -103,49 +101,80 @@ def attention_values(
         code = one_hot_strength(d_qk, bits, softmax_scale) * sign_code(tokens.targets.clamp(min=0), d_qk, bits)
         k = sign_code(torch.arange(keys), d_qk, bits)[:, None].repeat(1, num_kv_heads, 1)
         return (
-            code[:, None].repeat(1, num_heads, 1),
+            _within_float16(code[:, None].repeat(1, num_heads, 1), softmax_scale),
             k,
             token_values(keys, num_kv_heads * d_v, bits).view_as(torch.empty(keys, num_kv_heads, d_v)),
         )
     if family in ("constant-v", "ramp-v"):
         constants = column_constants((num_kv_heads, d_v), generator)
         slope = tokens.ramp[:, None, None] if family == "ramp-v" else 1.0
-        return q, k, slope * constants + NOISE * normal(keys, num_kv_heads, d_v)
+        return _within_float16(q, softmax_scale), k, slope * constants + NOISE * normal(keys, num_kv_heads, d_v)
     v = normal(keys, num_kv_heads, d_v)
     if family == "peaked":
         q *= 8
     elif family in MOVED_FAMILIES:
-        factor, key = _moved_logits(family, num_heads, keys, generator)
-        q[..., 0], k[..., 0] = factor / softmax_scale, key[:, None]
+        q[..., 0], key = _moved_logits(family, num_heads, keys, softmax_scale, generator)
+        k[..., 0] = key[:, None]
     elif family == "leverage":
         k = k[torch.minimum(torch.arange(keys), tokens.twins)]
         own = _at(k, tokens.targets).repeat_interleave(num_heads // num_kv_heads, dim=1)
-        q, v[..., ::2] = q + _pull(own, tokens.targets, softmax_scale), 1 + v[..., ::2].abs()
+        q, v[..., ::2] = q + _pull(own, tokens, softmax_scale), 1 + v[..., ::2].abs()
     elif family not in ("diffuse", "visible-nan", "nonfinite-v"):
         raise _unknown(family)
-    return q, k, v
+    return _within_float16(q, softmax_scale), k, v
 
 
-def _moved_logits(family: str, num_heads: int, keys: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Two factors of which one logit dimension is the product: ``[H]`` of each query head and ``[S]`` of each key."""
-    if family == "shifted":
-        return (1 - 2 * (torch.arange(num_heads) % 2).float()) * LOGIT_SHIFT / 8, torch.full((keys,), 8.0)
-    if family == "sunken":
-        return torch.full((num_heads,), LOGIT_DEPTH / DEEP_KEY), torch.full((keys,), DEEP_KEY)
-    sign = 1 - 2 * torch.randint(2, (keys,), generator=generator).float()
-    return torch.full((num_heads,), LOGIT_DEPTH / LARGE_KEY), LARGE_KEY * sign
+def _strength(softmax_scale: float, width: int) -> float:
+    """Deviation of queries that gives logits of unit variance whatever the scale: an ignored argument shows.
+
+    Raises:
+        ValueError: If no queries do.
+    """
+    if not math.isfinite(softmax_scale) or softmax_scale == 0:
+        raise ValueError(f"softmax_scale must be a number other than 0, got {softmax_scale}")
+    return 1 / (softmax_scale * math.sqrt(width))
 
 
-def _pull(keys: Tensor, targets: Tensor, softmax_scale: float) -> Tensor:
-    """What to add to the queries, ``[T, H, D]``, so that the logit of each one's target rises by ``LEVERAGE``.
+def _within_float16(q: Tensor, softmax_scale: float) -> Tensor:
+    """The queries, which float16 must hold as well, so that a case is the same in every dtype.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    if q.numel() and float(q.abs().max()) > torch.finfo(torch.float16).max:
+        raise ValueError(f"softmax_scale must be so large that float16 holds the queries, got {softmax_scale:g}")
+    return q
+
+
+def _moved_logits(
+    family: str, num_heads: int, keys: int, softmax_scale: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Two factors of which one dimension of a logit is the product: ``[H]`` of each query head, ``[S]`` of each key."""
+    if family == "overflow":
+        sign = 1 - 2 * torch.randint(2, (keys,), generator=generator).float()
+        return torch.full((num_heads,), LOGIT_DEPTH / LARGE_KEY) / softmax_scale, LARGE_KEY * sign
+    depth, key = (LOGIT_SHIFT, SHIFTED_KEY) if family == "shifted" else (LOGIT_DEPTH, DEEP_KEY)
+    # where a small scale asks for a query beyond float16 the key takes its share
+    while abs(depth / key / softmax_scale) > LARGE_KEY and key < LARGEST_POWER:
+        key *= 2
+    sign = 1 - 2 * (torch.arange(num_heads) % 2).float() if family == "shifted" else torch.ones(num_heads)
+    return sign * depth / key / softmax_scale, torch.full((keys,), key)
+
+
+def _pull(keys: Tensor, tokens: Tokens, softmax_scale: float) -> Tensor:
+    """What to add to the queries, ``[T, H, D]``, so that each one's target and its twin hold half of the weight.
+
+    More would leave the output next to the value of one key, which is representable: rounding would then add no noise
+    but take the other keys away, in every row alike.
 
     Args:
         keys: ``[T, H, D]``, the target of each query as its head sees it.
-        targets: ``[T]``, -1 where there is none.
+        tokens: Of the batch.
         softmax_scale: Factor on the logits.
     """
     towards = keys / keys.square().sum(-1, keepdim=True).clamp(min=1e-6)
-    return LEVERAGE / softmax_scale * towards * (targets >= 0)[:, None, None]
+    rise = tokens.visible.clamp(min=1).log() * (tokens.targets >= 0)
+    return rise[:, None, None] / softmax_scale * towards
 
 
 def _at(rows: Tensor, targets: Tensor) -> Tensor:
@@ -176,20 +205,22 @@ def latent_values(
     Channel 0 of the latent is a constant and channel 1 the ramp wherever a family needs them.
 
     Raises:
-        ValueError: If the family is unknown.
+        ValueError: If the family is unknown, the latent too narrow for it, or the scale so small that float16 does not
+            hold the queries.
     """
     queries, keys, d_qk = len(tokens.targets), len(tokens.ramp), d_nope + d_rope
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
+    strength = _strength(softmax_scale, d_qk)
     if family in EXACT_FAMILIES:
         if not torch.equal(tokens.shared, torch.arange(keys)):
             raise ValueError(f"layout must not share slots in {family}, whose values name their token")
         return _exact_latent_values(
             family, tokens, num_heads, kv_lora_rank, d_nope, d_rope, d_v, softmax_scale, generator
         )
-    q = normal(queries, num_heads, d_qk) / (softmax_scale * math.sqrt(d_qk))
+    q = strength * normal(queries, num_heads, d_qk)
     kv_c, k_pe = normal(keys, kv_lora_rank), normal(keys, d_rope)
     w_uk = normal(num_heads, d_nope, kv_lora_rank) / math.sqrt(kv_lora_rank)
     w_uv = normal(num_heads, d_v, kv_lora_rank) / math.sqrt(kv_lora_rank)
@@ -203,8 +234,7 @@ def latent_values(
     elif family == "peaked":
         q *= 8
     elif family in MOVED_FAMILIES:
-        factor, key = _moved_logits(family, num_heads, keys, generator)
-        q[..., -1 if d_rope else 0] = factor / softmax_scale
+        q[..., -1 if d_rope else 0], key = _moved_logits(family, num_heads, keys, softmax_scale, generator)
         if d_rope:
             k_pe[:, -1] = key
         else:
@@ -227,8 +257,8 @@ def latent_values(
     if family == "leverage":
         latent, rope = _at(kv_c, tokens.targets), _at(k_pe, tokens.targets)[:, None].expand(-1, num_heads, -1)
         own = torch.cat([torch.einsum("tr,hdr->thd", latent, w_uk), rope], dim=-1)
-        q = q + _pull(own, tokens.targets, softmax_scale)
-    return q, kv_c, k_pe, torch.cat([w_uk, w_uv], dim=1)
+        q = q + _pull(own, tokens, softmax_scale)
+    return _within_float16(q, softmax_scale), kv_c, k_pe, torch.cat([w_uk, w_uv], dim=1)
 
 
 def _exact_latent_values(
@@ -259,7 +289,7 @@ def _exact_latent_values(
         strength = one_hot_strength(d_nope, bits, softmax_scale)
         target = tokens.targets.clamp(min=0)
         q = strength * torch.cat([sign_code(target, d_nope, bits), sign_code(target, d_rope, bits)], dim=1)
-        q = q[:, None].repeat(1, num_heads, 1)
+        q = _within_float16(q[:, None].repeat(1, num_heads, 1), softmax_scale)
     weights = torch.zeros(num_heads, d_nope + d_v, kv_lora_rank)
     weights[:, torch.arange(d_nope + d_v), torch.cat([key_channels, value_channels])] = 1.0
     return q, kv_c, sign_code(torch.arange(keys), d_rope, bits), weights

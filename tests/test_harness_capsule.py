@@ -264,7 +264,7 @@ def test_what_is_no_capsule_is_refused_with_the_reason(tmp_path: Path) -> None:
         path.write_text(whole)
 
     changed(path, case=json.loads(whole)["case"] | {"generator_version": 0})
-    refused("generator_version must be 1, got 0")
+    refused("generator_version must be 2, got 0")
     changed(path, case=json.loads(whole)["case"] | {"seed": 5})
     refused("id must be attention-diffuse-float32-")
     changed(path, capsule_version=2)
