@@ -51,6 +51,11 @@ class Tile(NamedTuple):
     num_warps: int
 
 
+# for padded heads that are read through pointers: with 64 queries or more, for which Hopper has an instruction of its
+# own, triton 3.6 read past shared memory at 44/12 and gave wrong values, silently, at 76/12 (bfloat16, H200)
+NARROW_TILES = Tile(32, 32, 1, 4), Tile(16, 16, 1, 4)
+
+
 def refusal(
     shape: "AttentionShape", causal: bool, query_lens: tuple[int, ...], key_lens: tuple[int, ...]
 ) -> str | None:
@@ -74,10 +79,11 @@ def refusal(
 
 def attend(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, plan: "AttentionPlan") -> tuple[Tensor, Tensor]:
     """Attend in one launch; arguments and results as in ``attention``."""
-    tile = choose_tile(plan.shape)
+    descriptors = takes_descriptors(q, k, v)
+    tile = choose_tile(plan.shape, pointers=not descriptors)
     if tile is None:
         raise NotImplementedError(f"no tile of this kernel serves {plan.shape}")
-    return launch(q, k, v, softmax_scale, plan, tile=tile, descriptors=takes_descriptors(q, k, v))
+    return launch(q, k, v, softmax_scale, plan, tile=tile, descriptors=descriptors)
 
 
 def takes_descriptors(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -87,13 +93,20 @@ def takes_descriptors(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return all(copy_engine_objection("", tensor) is None for tensor in (q, k, v))
 
 
-def choose_tile(shape: "AttentionShape") -> Tile | None:
-    """The first configuration, best first, whose tiles fit in shared memory; None if there is none."""
+def choose_tile(shape: "AttentionShape", *, pointers: bool = False) -> Tile | None:
+    """The first configuration, best first, whose tiles fit in shared memory; None if there is none.
+
+    Args:
+        shape: Of the request.
+        pointers: Whether tiles are not loaded through descriptors.
+    """
     if INTERPRETED:
         return Tile(32, 32, 1, 4)
     main, rest, block_v = block_widths(shape.head_dim_qk, shape.head_dim_v)
     available = _shared_memory(shape.device)
-    for tile in _preferred_tiles(main + rest + block_v, block_v, shape.dtype.itemsize):
+    padded = main + rest + block_v != shape.head_dim_qk + shape.head_dim_v
+    best = _preferred_tiles(main + rest + block_v, block_v, shape.dtype.itemsize)
+    for tile in NARROW_TILES if pointers and padded else best:
         elements = tile.block_m * (main + rest) + tile.num_stages * tile.block_n * (main + rest + block_v)
         if elements * shape.dtype.itemsize + 2048 <= available:
             return tile
@@ -172,7 +185,7 @@ def launch(
 def _preferred_tiles(width: int, block_v: int, itemsize: int) -> tuple[Tile, ...]:
     """Configurations for padded head sizes that add up to ``width``, best first (measured on an H200)."""
     if itemsize == 4:
-        return Tile(32, 32, 1, 4), Tile(16, 16, 1, 4)
+        return NARROW_TILES
     best: tuple[Tile, ...] = ()
     if width <= 128:
         best = (Tile(64, 128, 3, 4),)

@@ -15,7 +15,9 @@ from assay.optimized.attention import AttentionPlan, attention, merge_into, merg
 pytestmark = pytest.mark.gpu
 
 INF = float("inf")
-DIMS = [(192, 128), (256, 256), (128, 128), (64, 64), (80, 96), (17, 5), (576, 512)]
+# heads whose rows do not lie multiples of 16 bytes apart; the last two were read wrongly by 64 queries and more at once
+UNALIGNED = [(17, 5), (44, 12), (76, 12)]
+DIMS = [(192, 128), (256, 256), (128, 128), (64, 64), (80, 96), (576, 512), *UNALIGNED]
 LENGTHS = (1, 17, 300, 0, 129, 2), (5, 0, 517, 64, 129, 1)
 
 
@@ -28,7 +30,7 @@ def on_gpu(query_lens: tuple[int, ...], key_lens: tuple[int, ...], dtype: torch.
 
 
 def launched(inputs: Inputs, plan: AttentionPlan, scale: float, *, descriptors: bool) -> tuple[Tensor, Tensor]:
-    tile = host.choose_tile(plan.shape)
+    tile = host.choose_tile(plan.shape, pointers=not descriptors)
     assert tile is not None
     q, k, v = inputs
     return host.launch(q, k, v, scale, plan, tile=tile, descriptors=descriptors)
@@ -46,7 +48,7 @@ def test_triton_within_its_bounds(dims: tuple[int, int], dtype: torch.dtype, cau
     inputs = on_gpu(*LENGTHS, dtype, dims)
     plan = make_plan(*LENGTHS, inputs, causal=causal, provider="triton")
     scale = dims[0] ** -0.5
-    assert host.takes_descriptors(*inputs) == (dims != (17, 5) and dtype != torch.float32)
+    assert host.takes_descriptors(*inputs) == (dims not in UNALIGNED and dtype != torch.float32)
     check(attention(*inputs, softmax_scale=scale, plan=plan), inputs, plan, scale)
     check(launched(inputs, plan, scale, descriptors=False), inputs, plan, scale)
 
