@@ -1,5 +1,6 @@
 """The timed rounds: what lies between the marks, in which order, and which rounds count."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,11 +9,13 @@ from bench_clock import FakeAnchor, FakeClock
 
 from assay.harness.bench.ceilings import Ceilings
 from assay.harness.bench.clock import time_once
-from assay.harness.bench.engine import measure
+from assay.harness.bench.engine import SETTLING, measure
 from assay.harness.bench.schedule import Content, Schedule
 from assay.harness.bench.verdicts import impossible
 from assay.harness.bench.work import Work
 from assay.harness.record import Verdict
+
+UNTIMED = 2 * SETTLING
 
 
 @dataclass
@@ -60,11 +63,12 @@ def test_the_flush_and_the_staging_lie_outside_of_the_marks() -> None:
     assert clock.log[:9] == ["flush", "mark", "work", "mark", "stage a", "flush", "mark", "work", "mark"]
 
 
-def test_every_run_is_timed_in_the_order_a_b_b_a() -> None:
+def test_every_run_is_timed_in_the_order_a_b_b_a_after_rounds_that_are_not() -> None:
     clock = FakeClock()
     measured = run([Lane("a", clock, ms=1.0), Lane("b", clock, ms=2.0)], clock)
     order = [entry.split()[1] for entry in clock.log if entry.startswith("stage")]
-    assert "".join(order) == "abbabaab" * 2
+    # the anchor takes its turn as well: with it, the fourth round begins like the first
+    assert "".join(order) == "abbabaab" + "abbaabbabaababba"
     assert measured.samples("a") == pytest.approx([1.0] * 8)
     assert measured.per_round("b") == pytest.approx([2.0] * 4)
     assert measured.anchor_ms == pytest.approx([1.0] * 4)
@@ -74,36 +78,44 @@ def test_all_lanes_meet_the_same_contents_and_only_looked_at_runs_are_poisoned()
     clock, schedule = FakeClock(), Schedule(rounds=4, ring=2, seed=0)
     one, two = Lane("a", clock), Lane("b", clock)
     run([one, two], clock)
-    assert one.staged == two.staged == [(schedule.content(at), at in schedule.checked) for at in range(8)]
-    assert one.calls == [schedule.content(at) for at in range(8)]
-    assert one.seen == sorted(schedule.checked)
+    settling = [(schedule.content(0), False)] * UNTIMED
+    assert one.staged == two.staged == settling + [(schedule.content(at), at in schedule.checked) for at in range(8)]
+    assert one.calls[UNTIMED:] == [schedule.content(at) for at in range(8)]
+    assert one.seen == [UNTIMED + at for at in sorted(schedule.checked)]
 
 
 def test_the_first_wrong_result_of_a_lane_is_kept() -> None:
     clock, schedule = FakeClock(), Schedule(rounds=4, ring=2, seed=0)
     measured = run([Lane("a", clock), Lane("b", clock, wrong_from=0)], clock)
-    assert measured.findings == {"b": f"wrong in {min(schedule.checked)}"}
+    assert measured.findings == {"b": f"wrong in {UNTIMED + min(schedule.checked)}"}
 
 
 def test_a_lane_that_raises_is_out_and_the_others_go_on() -> None:
     clock = FakeClock()
-    measured = run([Lane("a", clock), Lane("b", clock, raises_from=3), Lane("c", clock)], clock)
+    measured = run([Lane("a", clock), Lane("b", clock, raises_from=UNTIMED + 3), Lane("c", clock)], clock)
     assert measured.findings == {"b": "raised gone"}
     assert [len(measured.ticks[name]) for name in "abc"] == [8, 3, 8]
     assert measured.samples("c") == pytest.approx([1.0] * 8)
 
 
+def _by_round(drift: Callable[[int], float]) -> Callable[[int], float]:
+    """A drift by the number of the anchor's run, of which each round has two."""
+    return lambda run: drift((run - UNTIMED) // 2)
+
+
 def test_rounds_in_which_the_anchor_is_off_do_not_count() -> None:
     clock = FakeClock()
-    measured = run([Lane("a", clock)], clock, rounds=6, drift=lambda at: 1.04 if at in (1, 4) else 1.0 + 0.001 * at)
+    measured = run(
+        [Lane("a", clock)], clock, rounds=6, drift=_by_round(lambda at: 1.04 if at in (1, 4) else 1.0 + 0.001 * at)
+    )
     assert measured.kept == (0, 2, 3, 5)
     assert len(measured.samples("a")) == 8
-    assert len(measured.anchor) == 6
+    assert len(measured.anchor) == 12
 
 
 def test_where_most_rounds_differ_none_is_the_rule_and_all_count() -> None:
     clock = FakeClock()
-    measured = run([Lane("a", clock)], clock, rounds=5, drift=lambda at: 1.0 + 0.1 * at)
+    measured = run([Lane("a", clock)], clock, rounds=5, drift=_by_round(lambda at: 1.0 + 0.1 * at))
     assert measured.kept == (0, 1, 2, 3, 4)
 
 

@@ -11,6 +11,8 @@ from .schedule import Content, Schedule
 
 # a round in which the anchor was off by more was not like the others
 ANCHOR_DRIFT = 0.03
+# rounds that are not timed: clocks, power and caches come to what they will be
+SETTLING = 2
 
 
 class Lane(Protocol):
@@ -44,7 +46,7 @@ class Measured:
 
     Attributes:
         ticks: By lane, ``2 * rounds``; fewer of one that raised.
-        anchor: One tick a round.
+        anchor: As many.
         findings: By lane, the first thing that was wrong with a result.
         kept: Rounds in which the anchor was like in the others.
     """
@@ -64,8 +66,8 @@ class Measured:
 
     @property
     def anchor_ms(self) -> list[float]:
-        """The anchor in the kept rounds."""
-        return [self.anchor[at].ms for at in self.kept]
+        """Mean of the anchor's two runs of each kept round."""
+        return [(self.anchor[2 * at].ms + self.anchor[2 * at + 1].ms) / 2 for at in self.kept]
 
     def late_ms(self, name: str) -> float:
         """How much longer than after the anchor the device was busy after a run, in the median."""
@@ -80,19 +82,23 @@ def measure(lanes: Sequence[Lane], schedule: Schedule, clock: Clock, *, anchor: 
         lanes: With names of their own.
         schedule: The order, the contents, and the runs whose results are looked at.
         clock: Of the machine.
-        anchor: Always the same work, timed once a round: it shows whether the machine was itself.
+        anchor: Always the same work, timed in turn with the lanes: it shows whether the machine was itself, and what it
+            can do at the clocks that the lanes leave it.
     """
     ticks: dict[str, list[Tick]] = {lane.name: [] for lane in lanes}
     if len(ticks) != len(lanes):
         raise ValueError(f"lanes must have names of their own, got {', '.join(lane.name for lane in lanes)}")
     anchors: list[Tick] = []
     findings: dict[str, Any] = {}
-    running = list(lanes)
-    for iteration in range(schedule.iterations):
-        if iteration % 2 == 0:
-            anchors.append(time_once(anchor, clock)[0])
-        content, checked = schedule.content(iteration), iteration in schedule.checked
+    running: list[Lane | None] = [None, *lanes]
+    for iteration in range(-2 * SETTLING, schedule.iterations):
+        timed, content = iteration >= 0, schedule.content(max(0, iteration))
+        checked = iteration in schedule.checked
         for lane in schedule.order(running, iteration):
+            if lane is None:
+                tick, _ = time_once(anchor, clock)
+                anchors += [tick] if timed else []
+                continue
             try:
                 lane.stage(content, poison=checked)
                 tick, results = time_once(partial(lane.call, content), clock)
@@ -101,7 +107,7 @@ def measure(lanes: Sequence[Lane], schedule: Schedule, clock: Clock, *, anchor: 
                 findings.setdefault(lane.name, lane.failure(error))
                 running.remove(lane)
                 continue
-            ticks[lane.name].append(tick)
+            ticks[lane.name] += [tick] if timed else []
             if checked and lane.name not in findings:
                 found = lane.finding(content, results)
                 if found is not None:
@@ -110,7 +116,7 @@ def measure(lanes: Sequence[Lane], schedule: Schedule, clock: Clock, *, anchor: 
         ticks={name: tuple(of) for name, of in ticks.items()},
         anchor=tuple(anchors),
         findings=findings,
-        kept=_kept([tick.ms for tick in anchors]),
+        kept=_kept([(one.ms + two.ms) / 2 for one, two in zip(anchors[::2], anchors[1::2], strict=True)]),
     )
 
 

@@ -79,7 +79,7 @@ class ShapeResult:
         ring: Sets of buffers.
         rounds: Planned.
         dropped: Rounds left out because the anchor was off.
-        anchor_ms: The anchor of every round.
+        anchor_ms: The anchor, twice in every round.
         kernels: One per kernel.
         ratios: Ours over each peer, and over the bound.
         noise: The same kernel bound twice: the ratio of its two lanes.
