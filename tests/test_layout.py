@@ -24,8 +24,6 @@ LONGEST_FILE = 400
 WITHOUT: dict[str, str] = {
     "harness/operations/kda.py": "not judged yet",
     "harness/operations/kda_step.py": "not judged yet",
-    "optimized/kda_step.py": "not written yet",
-    "tests/test_optimized_kda_step.py": "not written yet",
     "harness/operations/sparse_mla.py": "not judged yet",
     "harness/operations/token_scores.py": "not judged yet",
     "harness/operations/token_selection.py": "not judged yet",
