@@ -283,6 +283,9 @@ def lse_limit(c: Companions, u: Roundoffs) -> Tensor:
     each = u.projected**2 * c.lse_key_power + u.logits**2 * c.lse_logits_power + u.operand**2 * c.lse_operand_power
     weights = u.p**2 / c.n_eff + lost_weight(c, u).square() * c.visible if u.from_p else 0.0
     each = (each + weights) / 3 + u.products**2 * c.lse_fp32_power + (u.projection * c.key_terms).square()
-    each = LSE_INDEPENDENT_SIGMAS * each.sqrt() + u.cut * c.lse_cut
+    # stored logits that lie closer together than the numbers of their format are all rounded to one of these
+    spacing = 2 * u.logits * c.logit_max
+    together = spacing / 2 * (spacing / c.logit_range.clamp(min=1e-300)).clamp(max=1.0)
+    each = LSE_INDEPENDENT_SIGMAS * each.sqrt() + u.cut * c.lse_cut + together
     stored = 2 * u.lse * split_count(c, u).sqrt() * finite_lse(c) + 4 * c.visible.sqrt() * u.single + u.ex2
     return torch.minimum(hard, torch.minimum(alike, each)) + stored

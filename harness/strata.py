@@ -16,6 +16,8 @@ from .operation import Rows
 from .record import GateResult, Location
 
 POOLED_SIGMAS = 6.0
+# what weights rounded to nearest lose or gain on average, in u^2: below a power of two the spacing is halved
+BIAS_TO_NEAREST = 1 / 5
 LAST_TILE = 64
 
 
@@ -142,7 +144,8 @@ def pooled_scale(blocks: list[ScaleRows], contract: Contract) -> list[GateResult
         return []
     values = {name: joined(name)[used] for name in ("alpha", "independent", "shared", "drift", "rounding", "tokens")}
     labels = {name: torch.cat([block.labels[name].cpu() for block in blocks])[used] for name in blocks[0].labels}
-    margin = contract.roundoff("p") / 256
+    u_p = contract.roundoff("p")
+    margin = max(u_p / 256, BIAS_TO_NEAREST * u_p**2)
     worst: dict[str, GateResult] = {}
     groups = {"all": torch.zeros_like(labels["head"]), **labels}
     for kind, label in groups.items():

@@ -14,6 +14,7 @@ from torch import Tensor
 from assay.harness.case import Case
 from assay.harness.contract import Contract
 from assay.harness.downgrade import (
+    MOST_BIAS,
     NEEDED_FAMILIES,
     STEPS,
     Evidence,
@@ -25,6 +26,8 @@ from assay.harness.downgrade import (
 )
 from assay.harness.execution import Execution, execute
 from assay.harness.families import EXACT_FAMILIES, FAMILIES
+from assay.harness.faults import _scores
+from assay.harness.faults._chunked import attention_twin
 from assay.harness.kernels import wrap_function
 from assay.harness.record import Record, Verdict
 from assay.harness.runner import Exam, run_case
@@ -143,6 +146,48 @@ def test_other_downgrades_are_named_by_their_field(function: Callable[..., Answe
 def test_an_accumulator_in_bf16_is_named_or_not_but_never_taken_for_another_field() -> None:
     named = downgrades(run_of(kernel(running=torch.bfloat16), cases_of("float32")))
     assert named <= {"pv_acc: declared fp32, fits bf16", "pv_acc: declared fp32, fits fp16"}
+
+
+def cut_to_tf32(**arguments: Any) -> Answer:
+    return attention_twin(arguments, logits=_scores.cut_to_tf32)
+
+
+def fit_of(function: Callable[..., Answer], case: Case, label: str) -> Fit:
+    operation = operation_of(case)
+    exam = Exam(operation, case, CPU)
+    execution = execute(operation, wrap_function(function, operation), case, exam.inputs, CPU)
+    assert isinstance(execution, Execution)
+    return case_evidence(exam, execution, [label]).lower[label]
+
+
+MANY_ROWS: dict[str, Any] = {"query_lens": [80], "key_lens": [200], "num_heads": 6, "num_kv_heads": 3, "causal": False}
+TF32_PRODUCTS = "qk_acc: declared fp32, fits tf32"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_a_format_does_in_one_direction_is_no_bias(seed: int) -> None:
+    """Over hundreds of rows truncated logits, and weights rounded to nearest, are off by more than noise."""
+    wide = MANY_ROWS | {"d_qk": 64, "d_v": 64}
+    truncated = fit_of(cut_to_tf32, attention_case("diffuse", "float32", seed=seed, **wide), TF32_PRODUCTS)
+    assert truncated.passed
+    assert truncated.bias < MOST_BIAS
+    case = attention_case("constant-v", "bfloat16", seed=seed, **wide)
+    rounded = fit_of(kernel(weights=e4m3), case, E4M3_P)
+    assert rounded.passed
+    assert rounded.bias < MOST_BIAS
+    # a wrong denominator is more than that
+    for wrong in (kernel(weights=e4m3, out_factor=1.004), kernel(out_factor=1.004)):
+        assert fit_of(wrong, case, E4M3_P).bias > 2 * MOST_BIAS
+
+
+def test_a_prediction_beyond_the_values_themselves_is_none() -> None:
+    """Logits near -60000 in bfloat16 may err by 100, of which no output shows more than other weights."""
+    rounded, label = kernel(logits=half(torch.bfloat16)), "logits: declared fp32, fits bf16"
+    assert fit_of(rounded, attention_case("sunken", "bfloat16", **MANY_ROWS), label).rms is None
+    measured = fit_of(rounded, attention_case("shifted", "bfloat16", **MANY_ROWS), label)
+    assert measured.sensitive
+    assert measured.rms is not None
+    assert 0.3 < measured.rms < 1.1
 
 
 WRONG = {

@@ -191,6 +191,27 @@ def test_the_argument_of_the_exponential_is_in_float32_whatever_sums_the_values(
     torch.testing.assert_close(one, other)
 
 
+def test_stored_logits_that_lie_closer_than_their_format_err_alike() -> None:
+    """Near -60000 bfloat16 has one number in 256: a row of logits becomes one number, and their sum errs as it does."""
+
+    def independent(c: Companions, u: Roundoffs) -> Tensor:
+        return 5 * u.logits * (c.lse_logits_power / 3).sqrt()
+
+    sizes: dict[str, Any] = {"query_lens": [16], "key_lens": [90], "causal": False}
+    farthest = 0.0
+    for scale in (0.11, 0.13, 0.17, 0.19, 0.23, 0.29):
+        rows, c, u = bounds(attention_case("sunken", "bfloat16", softmax_scale=scale, **sizes), logits="bf16")
+        logits = rows.softmax_scale * torch.einsum("nhd,shd->nhs", rows.q, rows.k)
+        error = (logits.bfloat16().double().logsumexp(-1) - c.lse).abs()
+        assert bool((error <= lse_limit(c, u)).all())
+        farthest = max(farthest, float((error / independent(c, u)).max()))
+    # errors that average out over the keys would be smaller
+    assert farthest > 1
+    # where logits are spread out they do
+    _, c, u = bounds(attention_case("diffuse", "bfloat16", **sizes), logits="bf16")
+    assert float((lse_limit(c, u) / independent(c, u)).max()) < 1.1
+
+
 def test_cut_operands_move_an_output_no_further_than_measured() -> None:
     """The worst of the products' bounds is one in which every product is cut by a full unit: nearly reached."""
     q = torch.full((1, 2, 24), 1 + 2.0**-10 - 2.0**-23)

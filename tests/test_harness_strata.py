@@ -137,6 +137,22 @@ def test_drift_is_allowed_in_full() -> None:
     assert rows.ratio(7.0).tolist() == pytest.approx([6 / 9, 3 / 9])
 
 
+def test_the_margin_is_what_rounding_leaves_of_a_bias() -> None:
+    """Of weights over several binades, as diffuse logits give them, e4m3 loses a sixth of ``u^2``."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(20000, 300, generator=generator).exp()
+    weights = weights / weights.amax(1, keepdim=True)
+    lost = 1 - weights.to(torch.float8_e4m3fn).double().sum() / weights.double().sum()
+    unit = 2.0**-4
+    assert float(lost) == pytest.approx(unit**2 / 6, rel=0.1)
+    still = scale_rows([float(-lost)] * 4, independent=[0.0] * 4)
+    for p, within in (("e4m3", True), ("bf16", False)):
+        gates = pooled_scale([still], BF16.promising(p=p))
+        assert all(gate.passed == within for gate in gates)
+        limit = unit**2 / 5 if within else MARGIN
+        assert limit_of(gates[0]) == pytest.approx(limit, rel=1e-2)
+
+
 def test_what_rounding_does_is_allowed_in_its_own_direction() -> None:
     limit = POOLED_SIGMAS / 2 + MARGIN
     biased = [0.5] * 4
