@@ -67,12 +67,12 @@ def test_the_page_has_its_files_and_commands() -> None:
         "my_attention.py", "my_mla_prefill.py", "my_declared.py", "my_engine.py", "test_my_kernels.py",
         "waivers.toml", "pyproject.toml", ".github/workflows/kernels.yml",
     }  # fmt: skip
-    assert [command[0] for command in commands("assay")] == ["list", "check", "check", "check", "check"]
+    assert [command[0] for command in commands("assay")] == ["list", *["check"] * 6, "report"]
 
 
 @pytest.mark.parametrize("at", range(4))
 def test_every_kernel_of_the_page_passes_by_the_command_below_it(at: int, folder: Path) -> None:
-    check = [command for command in commands("assay") if command[0] == "check"][at]
+    check = [command for command in commands("assay") if command[0] == "check" and "--shard" not in command][at]
     result = assay_command(*check, "--device", "cpu", "--out", "run")
     assert result.exit_code == 0, result.output
     records = [json.loads(line) for line in (folder / "run" / "records.jsonl").read_text().splitlines()[1:]]
@@ -101,6 +101,21 @@ def test_the_broken_line_fails_as_the_page_shows(folder: Path) -> None:
     printed = result.output.splitlines()
     assert any(re.fullmatch(place, line.rstrip()) for line in printed)
     assert any(line.startswith(shown[3].removesuffix("...").rstrip()) for line in printed)
+
+
+def test_the_parts_of_the_page_are_merged_into_the_whole(folder: Path) -> None:
+    *parts, merge = commands("assay")[-3:]
+    for part in parts:
+        assert "--shard" in part
+        result = assay_command(*part, "--device", "cpu", "--family", "exact-one-hot", "--in-process")
+        assert result.exit_code == 0, result.output
+    result = assay_command(*merge)
+    assert result.exit_code == 0, result.output
+    header, *records = [
+        json.loads(line) for line in (folder / "runs" / "all" / "records.jsonl").read_text().splitlines()
+    ]
+    assert header["run"]["cases"] == len(records) == 3
+    assert {record["case"]["dtype"] for record in records} == {"float32", "float16", "bfloat16"}
 
 
 def test_the_tests_of_the_page_pass(pytester: pytest.Pytester) -> None:
