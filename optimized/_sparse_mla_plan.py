@@ -17,6 +17,8 @@ _MODULES = {
     "torch": "._sparse_mla_torch",
     "triton": "._sparse_mla_triton",
     "padded": "._sparse_mla_padded",
+    "gluon": "._sparse_mla_gluon",
+    "gluon-union": "._sparse_mla_union",
     "flashmla": ".external.flashmla",
 }
 IMPLEMENTATIONS = tuple(_MODULES)
@@ -211,7 +213,7 @@ def _resolve(name: str, shape: SparseMlaShape, topk_length: Tensor | None, indic
     if shape.device.type != "cuda":
         return "torch", "auto took torch"
     refused: list[str] = []
-    for candidate in ("triton", "torch"):
+    for candidate in ("gluon-union", "gluon", "triton", "torch"):
         reason = refusal(candidate, shape)
         if reason is None and candidate == "gluon-union":
             reason = _union_objection(shape, topk_length, indices)

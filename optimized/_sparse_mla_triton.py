@@ -5,19 +5,22 @@ model, so that new lengths compile nothing.
 """
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from ._attention_triton import _shared_memory, block_widths
-from ._sparse_mla_triton_kernel import sparse_mla_kernel
+from ._sparse_mla_triton_kernel import flagged_kernel, sparse_mla_kernel
 
 if TYPE_CHECKING:
     from ._sparse_mla_plan import SparseMlaCall, SparseMlaPlan, SparseMlaShape
 
 LOG2_E = math.log2(math.e)
+
+# queries of whose flags a program looks at once
+_FLAGGED_QUERIES = 64
 
 # decided when the kernel was decorated, from TRITON_INTERPRET
 INTERPRETED = not isinstance(sparse_mla_kernel, triton.runtime.JITFunction)
@@ -70,38 +73,52 @@ def attend(call: "SparseMlaCall", plan: "SparseMlaPlan") -> None:
     launch(call, plan.shape)
 
 
-def launch(call: "SparseMlaCall", shape: "SparseMlaShape", *, flags: Tensor | None = None) -> None:
-    """Run the kernel for all queries, or for those of which ``flags``, ``[s_q, h_q]``, names a head."""
+def launch(call: "SparseMlaCall", shape: "SparseMlaShape") -> None:
+    """Run the kernel for all queries of a shape, which may have other heads than that of a plan."""
+    tile = _tile(shape)
+    with torch.cuda.device_of(call.q):
+        sparse_mla_kernel[(shape.s_q, triton.cdiv(shape.h_q, tile.block_h))](
+            *_arguments(call, shape), **_constants(call, shape, tile)
+        )
+
+
+def launch_flagged(call: "SparseMlaCall", shape: "SparseMlaShape", flags: Tensor) -> None:
+    """Run the kernel for the queries of which ``flags``, ``[s_q, h_q]``, int8, names a head."""
+    tile = _tile(shape)
+    with torch.cuda.device_of(call.q):
+        flagged_kernel[(triton.cdiv(shape.s_q, _FLAGGED_QUERIES), triton.cdiv(shape.h_q, tile.block_h))](
+            flags, shape.s_q, *_arguments(call, shape), QUERIES=_FLAGGED_QUERIES, **_constants(call, shape, tile)
+        )
+
+
+def _tile(shape: "SparseMlaShape") -> Tile:
+    """The configuration of a shape that was not refused."""
     tile = choose_tile(shape)
     if tile is None:
         raise NotImplementedError(f"no tile of this kernel serves {shape}")
+    return tile
+
+
+def _arguments(call: "SparseMlaCall", shape: "SparseMlaShape") -> tuple[Any, ...]:
+    """What both kernels take."""
+    tensors = call.q, call.kv, call.indices, call.topk_length, call.attn_sink, call.out, call.lse, call.max_logits
+    strides = *call.q.stride(), *call.kv.stride(), *call.indices.stride(), *call.out.stride()
+    return *tensors, call.softmax_scale * LOG2_E, shape.s_kv, shape.h_q, *strides
+
+
+def _constants(call: "SparseMlaCall", shape: "SparseMlaShape", tile: Tile) -> dict[str, Any]:
+    """What both kernels know when they are compiled."""
     main, rest, _ = block_widths(shape.d_qk, 1)
-    with torch.cuda.device_of(call.q):
-        sparse_mla_kernel[(shape.s_q, triton.cdiv(shape.h_q, tile.block_h))](
-            call.q,
-            call.kv,
-            call.indices,
-            call.topk_length,
-            call.attn_sink,
-            flags,
-            call.out,
-            call.lse,
-            call.max_logits,
-            call.softmax_scale * LOG2_E,
-            shape.s_kv,
-            shape.h_q,
-            *call.q.stride(),
-            *call.kv.stride(),
-            *call.indices.stride(),
-            *call.out.stride(),
-            TOPK=shape.topk,
-            D_QK=shape.d_qk,
-            D_V=shape.d_v,
-            BLOCK_H=tile.block_h,
-            BLOCK_N=tile.block_n,
-            BLOCK_MAIN=main,
-            BLOCK_REST=rest,
-            NUM_STAGES=tile.num_stages,
-            ONLY_FLAGGED=flags is not None,
-            num_warps=tile.num_warps,
-        )
+    return {
+        "TOPK": shape.topk,
+        "D_QK": shape.d_qk,
+        "D_V": shape.d_v,
+        "BLOCK_H": tile.block_h,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_MAIN": main,
+        "BLOCK_REST": rest,
+        "NUM_STAGES": tile.num_stages,
+        # offsets of columns then fit 32 bits
+        "UNIT_STRIDES": call.q.stride(2) == call.kv.stride(1) == call.indices.stride(1) == 1,
+        "num_warps": tile.num_warps,
+    }

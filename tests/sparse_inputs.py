@@ -191,4 +191,26 @@ def check(results: tuple[Tensor, Tensor, Tensor], given: dict[str, Any], queries
 def sampled(s_q: int, count: int = 48, device: str = "cuda") -> Tensor:
     """The first queries, which have the special lists, the last, and some between."""
     between = torch.linspace(0, s_q - 1, count, device=device).round().long()
-    return torch.cat([torch.arange(min(14, s_q), device=device), between]).unique()
+    chosen: Tensor = torch.cat([torch.arange(min(14, s_q), device=device), between]).unique()
+    return chosen
+
+
+def neighbouring_indices(
+    s_q: int, s_kv: int, topk: int, *, live: int, shared: float | None, device: str, seed: int = 0
+) -> Tensor:
+    """Lists of ``live`` different rows in any order, then padding; one for each query.
+
+    Each entry has a stretch of the cache to itself, and goes over to the next query as it is with probability
+    ``shared``; None for lists that have nothing to do with each other.
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
+    stretch = s_kv // live
+    rows = torch.randint(stretch, (s_q, live), device=device, generator=generator)
+    if shared is not None:
+        changes = torch.rand(s_q, live, device=device, generator=generator) >= shared
+        rows = rows.gather(0, changes.long().cumsum(0) - changes[:1].long())
+    rows += torch.arange(live, device=device) * stretch
+    rows = rows[:, torch.randperm(live, device=device, generator=generator)]
+    indices = torch.full((s_q, topk), -1, dtype=torch.int32, device=device)
+    indices[:, :live] = rows
+    return indices

@@ -235,5 +235,5 @@ def test_heads_of_one_buffer_beside_each_other_are_no_overlap() -> None:
 
 
 def test_named_implementations_are_listed() -> None:
-    assert public.IMPLEMENTATIONS == ("torch", "triton", "padded", "flashmla")
+    assert public.IMPLEMENTATIONS == ("torch", "triton", "padded", "gluon", "gluon-union", "flashmla")
     assert [padded_heads(h_q) for h_q in (1, 8, 9, 16, 17, 33, 128)] == [8, 8, 16, 16, 32, 64, 128]

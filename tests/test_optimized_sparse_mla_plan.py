@@ -64,7 +64,7 @@ def test_an_unknown_implementation_and_one_without_its_device_are_refused() -> N
     shape = SparseMlaShape(**SHAPE)
     with pytest.raises(ValueError, match="implementation must be 'auto' or one of torch, triton"):
         plan_sparse_mla(shape, implementation="fast")
-    for name in ("flashmla",):
+    for name in ("gluon", "gluon-union", "flashmla"):
         with pytest.raises(
             NotImplementedError, match=f"implementation '{name}' cannot serve this shape; .*CUDA device"
         ):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import in_dtype
 from torch import Tensor
 
 from assay.reference.attention import attention, merge_states
@@ -189,9 +190,7 @@ def test_an_empty_cache_is_legal() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_the_dtype_of_the_inputs_is_kept(dtype: torch.dtype) -> None:
-    given = {
-        name: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in inputs().items()
-    }
+    given = in_dtype(inputs(), dtype)
     assert {result.dtype for result in sparse_mla(**given)} == {dtype}
 
 
