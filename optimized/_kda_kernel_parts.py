@@ -12,15 +12,17 @@ def rounded(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     if INTERPRETED and DTYPE == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-        return tl.where(x == x, nearest.to(tl.float32, bitcast=True), x)
-    return x.to(DTYPE)
+        result = tl.where(x == x, nearest.to(tl.float32, bitcast=True), x)
+    else:
+        result = x.to(DTYPE)
+    return result
 
 
 @triton.jit
 def wide(x, INTERPRETED: tl.constexpr):
     """An operand as it is, float32 under the interpreter, where products of bfloat16 are wrong."""
     if INTERPRETED:
-        return x.to(tl.float32)
+        x = x.to(tl.float32)
     return x
 
 
@@ -66,8 +68,10 @@ def write_strength(beta, inside, LOGITS: tl.constexpr):
 def inverse_norm(x, NORMALISE: tl.constexpr):
     """``1 / sqrt(sum x^2 + 1e-6)`` of each row, or 1."""
     if NORMALISE:
-        return tl.rsqrt(tl.sum(x * x, 1) + 1e-6)
-    return tl.sum(x * 0.0, 1) + 1.0
+        factor = tl.rsqrt(tl.sum(x * x, 1) + 1e-6)
+    else:
+        factor = tl.sum(x * 0.0, 1) + 1.0
+    return factor
 
 
 @triton.jit

@@ -22,10 +22,13 @@ if TYPE_CHECKING:
 _MODULES = {
     "torch": "._kda_torch",
     "triton": "._kda_triton",
+    "flash": "._kda_flash",
+    "fla": ".external.fla",
+    "flashkda": ".external.flashkda",
 }
 IMPLEMENTATIONS = tuple(_MODULES)
 # the fastest first; libraries of others are taken by name only
-_AUTO_ON_CUDA = ("triton", "torch")
+_AUTO_ON_CUDA = ("flash", "triton", "torch")
 
 _ALIGNMENT = 256
 
@@ -117,7 +120,7 @@ def plan_kda(
         max_sequences: Of any batch.
         max_checkpoints: States that any batch keeps on its way.
         implementation: ``auto`` or one of ``IMPLEMENTATIONS``. On a CUDA device ``auto`` takes the first that serves of
-            ``triton`` and ``torch``, elsewhere ``torch``; libraries of others are taken by name only, and a
+            ``flash``, ``triton`` and ``torch``, elsewhere ``torch``; libraries of others are taken by name only, and a
             name is never replaced by another.
         workspace: ``[bytes]``, uint8, contiguous, starting at a multiple of 16 bytes; a new one without.
 
@@ -176,17 +179,17 @@ def plan_kda_batch(cu_seqlens: Tensor, *, plan: KdaPlan, checkpoints: Tensor | N
         if count > planned[name]:
             raise ValueError(f"a batch must have at most {planned[name]} {name} as planned, got {count}")
     module, device = plan.module, plan.shape.device
-    batch = KdaBatch(
-        plan=plan,
-        lengths=lens,
-        cu_seqlens=cu_seqlens.to(device=device, dtype=torch.int32, copy=True),
-        checkpoints=kept,
-        chunks=lay_out(lens, kept, **module.cutting(plan.shape), device=device) if hasattr(module, "cutting") else None,
-        prepared=module.prepare(plan) if hasattr(module, "prepare") else None,
-    )
     if kept and hasattr(module, "checkpoint_refusal"):
         raise NotImplementedError(f"implementation {plan.implementation!r} {module.checkpoint_refusal}")
-    return batch
+    offsets = cu_seqlens.to(device=device, dtype=torch.int32, copy=True)
+    return KdaBatch(
+        plan=plan,
+        lengths=lens,
+        cu_seqlens=offsets,
+        checkpoints=kept,
+        chunks=lay_out(lens, kept, **module.cutting(plan.shape), device=device) if hasattr(module, "cutting") else None,
+        prepared=module.prepare(plan, offsets) if hasattr(module, "prepare") else None,
+    )
 
 
 def resolve_implementation(name: str, shape: KdaShape) -> tuple[str, str]:

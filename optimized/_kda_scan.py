@@ -84,7 +84,8 @@ def cutting(shape: KdaShape, blocks: Blocks) -> dict[str, int]:
     """How a batch is cut into chunks and segments, see ``lay_out``."""
     processors = _PROCESSORS_WITHOUT_DEVICE
     if shape.device.type == "cuda":
-        processors = torch.cuda.get_device_properties(shape.device).multi_processor_count
+        index = torch.cuda.current_device() if shape.device.index is None else shape.device.index
+        processors = int(triton.runtime.driver.active.utils.get_device_properties(index)["multiprocessor_count"])
     width = shape.num_v_heads * triton.cdiv(shape.head_dim_v, blocks.rows)
     return {"chunk_size": blocks.chunk, "width": width, "processors": processors}
 

@@ -20,11 +20,11 @@ from ._kda_kernel_parts import rounded, wide
 def _tile(source, tile, row, HEIGHT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BULK: tl.constexpr):
     """``[ROWS, COLUMNS]`` from a row of a tile of ``HEIGHT`` rows on: by descriptor, or by pointers."""
     if BULK:
-        return source.load([tile * HEIGHT + row, 0])
-    rows = row + tl.arange(0, ROWS)
-    return tl.load(
-        source + tile.to(tl.int64) * HEIGHT * COLUMNS + rows[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    )
+        found = source.load([tile * HEIGHT + row, 0])
+    else:
+        source += tile.to(tl.int64) * HEIGHT * COLUMNS
+        found = tl.load(source + (row + tl.arange(0, ROWS))[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])
+    return found
 
 
 @triton.jit

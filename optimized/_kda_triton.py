@@ -4,7 +4,6 @@ Part of ``optimized/kda.py``; call it from there.
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from ._attention_triton import _shared_memory
 from ._kda_checks import Layer
 from ._kda_chunks import FIELDS
-from ._kda_plan import KdaBatch
+from ._kda_plan import KdaBatch, KdaPlan
 from ._kda_scan import INTERPRETED, Blocks, Parts, block, device_refusal, last_stride_refusal, scan, scan_parts
 from ._kda_scan import cutting as scan_cutting
 from ._kda_shape import KdaShape
@@ -38,12 +37,13 @@ def refusal(shape: KdaShape) -> str | None:
 def blocks_of(shape: KdaShape) -> Blocks:
     """Tiles for a shape, in float32: those of as many chunks as fit in shared memory are on their way at once."""
     keys, values = block(shape.head_dim_k), block(shape.head_dim_v)
-    rows = min(values, keys, 64)
+    half = shape.dtype in (torch.bfloat16, torch.float16)
+    # products in float32 are made by the cores, out of registers
+    rows = min(values, keys, 64 if half else 16)
     stages = 1
     if shape.device.type == "cuda":
         tile_bytes = 4 * CHUNK * (3 * keys + 2 * rows)
         stages = min(3, max(1, (_shared_memory(shape.device) - 32768) // tile_bytes))
-    half = shape.dtype in (torch.bfloat16, torch.float16)
     return Blocks(
         chunk=CHUNK,
         keys=keys,
@@ -66,10 +66,9 @@ def parts(shape: KdaShape, max_tokens: int, max_sequences: int, max_checkpoints:
     return scan_parts(shape, blocks_of(shape), max_tokens, max_sequences, max_checkpoints, folded=torch.float32)
 
 
-def prepare(plan: Any) -> dict[str, Tensor]:
+def prepare(plan: KdaPlan, cu_seqlens: Tensor) -> dict[str, Tensor]:
     """The workspace by name."""
-    tensors: dict[str, Tensor] = plan.carved()
-    return tensors
+    return plan.carved()
 
 
 def forward(layer: Layer, initial: Tensor | None, final: Tensor, checkpoints: Tensor, batch: KdaBatch) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from assay.harness.contract import PRECISION_OF_DTYPE, Precision
 from assay.harness.perturbed import Rounded, Spread, perturbed_gates, perturbed_oracle
 from assay.optimized.kda import KdaShape, kda, plan_kda, plan_kda_batch
+from assay.reference.kda import kda as kda_oracle
 from assay.reference.kda import transformed
 
 TOKENS = ("q", "k", "v", "g", "beta")
@@ -127,3 +128,16 @@ def call(
     batch = plan_kda_batch(given["cu_seqlens"], plan=plan, checkpoints=checkpoints)
     named: dict[str, Any] = {name: given.get(name) for name in ("A_log", "dt_bias", "initial_state")} | options
     return kda(*(given[name] for name in TOKENS), scale=given["scale"], batch=batch, **named)
+
+
+def relative_errors(given: dict[str, Any], answer: tuple[Tensor, Tensor, Tensor]) -> list[float]:
+    """Root mean square of the error of output, final and kept states over that of the oracle's answer; 0 of nothing."""
+    bounds = given["cu_seqlens"].tolist()
+    kept = given.get("checkpoints")
+    host = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in given.items()}
+    exact = kda_oracle(**in_dtype(host, torch.float64) | ({} if kept is None else {"checkpoints": kept.cpu()}))
+    errors = []
+    for got, expected in zip((answer[0][: bounds[-1]], *answer[1:]), (exact[0][: bounds[-1]], *exact[1:]), strict=True):
+        error = (got.cpu().double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+        errors.append(float(error) if expected.numel() else 0.0)
+    return errors

@@ -136,7 +136,8 @@ class _Driver:
 
     def __init__(self, target: Any, shared_memory: int) -> None:
         self._target = target
-        self._properties = {"max_shared_mem": shared_memory}
+        # processors as an H200 has
+        self._properties = {"max_shared_mem": shared_memory, "multiprocessor_count": 132}
 
     @property
     def utils(self) -> "_Driver":
