@@ -88,7 +88,7 @@ def absorbed_scale_of_latent_width(**arguments: Any) -> State:
     return absorbed_twin({**arguments, "softmax_scale": arguments["softmax_scale"] * ratio**0.5})
 
 
-@planted(OP, NUMERIC, DOWNGRADE, source="decode kernel for an fp8 cache that quantises the query, too")
+@planted(OP, DOWNGRADE, source="decode kernel for an fp8 cache that quantises the query, too")
 @kernel(contract=_declaring())
 def absorbed_queries_in_e4m3(**arguments: Any) -> State:
     """Absorbed queries pass through e4m3, with a scale for each token and head."""

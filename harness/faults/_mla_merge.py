@@ -212,7 +212,7 @@ def merged_output_in_input_dtype(**arguments: Any) -> State:
     return mla_prefill_twin(arguments, merge=rounded)
 
 
-@planted(OP, *LESS_PRECISE, source="log-sum-exp kept in a half-precision buffer")
+@planted(OP, NUMERIC, source="log-sum-exp kept in a half-precision buffer")
 def partial_lse_in_input_dtype(**arguments: Any) -> State:
     """The log-sum-exp of each pass is rounded before the merge."""
 
@@ -222,13 +222,13 @@ def partial_lse_in_input_dtype(**arguments: Any) -> State:
     return mla_prefill_twin(arguments, store=rounded)
 
 
-@planted(OP, *LESS_PRECISE, source="log-sum-exp handed out through a half-precision buffer")
+@planted(OP, NUMERIC, source="log-sum-exp handed out through a half-precision buffer")
 def returned_lse_in_input_dtype(**arguments: Any) -> State:
     """Merged in float32, rounded when it is returned."""
     return mla_prefill_twin(arguments, finish=lambda out, lse, dtype: finish(out, lse.to(dtype).float(), dtype))
 
 
-@planted(OP, *LESS_PRECISE, source="merge weights in half precision")
+@planted(OP, NUMERIC, source="merge weights in half precision")
 def merge_weights_in_input_dtype(**arguments: Any) -> State:
     """Both weights are rounded after they were normalised, so that they need not add up to 1."""
 

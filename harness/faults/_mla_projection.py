@@ -149,7 +149,7 @@ def projection_accumulated_in_input_dtype(**arguments: Any) -> State:
     return mla_prefill_twin(arguments, expand=coarse)
 
 
-@planted(OP, NUMERIC, Verdict.PRECISION_DOWNGRADE, rows=(), source="cache read through fp8")
+@planted(OP, NUMERIC, rows=(), source="cache read through fp8")
 def latents_in_e4m3(**arguments: Any) -> State:
     """Latent rows pass through e4m3 before the projection."""
 
