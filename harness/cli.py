@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
+from .route_command import route_prefill
 from .startup import starting
 
 GROUP = "assay.commands"
@@ -289,6 +290,9 @@ def report(
     except UsageError as error:
         _usage(str(error))
     raise typer.Exit(code)
+
+
+app.command("route")(route_prefill)
 
 
 @app.command("compile")
