@@ -338,7 +338,8 @@ def test_a_killed_fault_runs_no_further() -> None:
     cases = smoke_cases("attention")[:3]
     matrix = kill_matrix("attention", cases, CPU, stop_when_killed=True)
     for result in matrix.faults:
-        if result.status is Status.KILLED:
+        # a downgrade is named over all cases
+        if result.status is Status.KILLED and result.fault.expects != {Verdict.PRECISION_DOWNGRADE}:
             assert len(result.kills) == 1
             assert result.outcomes[-1] is result.kills[0]
         else:
