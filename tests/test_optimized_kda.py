@@ -67,7 +67,7 @@ def test_head_dimensions_of_the_models_and_others(dims: tuple[int, int]) -> None
 
 
 def test_a_state_that_is_rounded_between_chunks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = kda_inputs([200], dims=(16, 20), family="slow", dtype=torch.float32, seed=6)
+    given = kda_inputs([130], heads=(1, 2), dims=(16, 20), family="slow", dtype=torch.float32, seed=6)
     assert failures(given, call(given, "torch")) == {}
     honest = _kda_torch.chunk_step
 
@@ -82,15 +82,15 @@ def test_a_state_that_is_rounded_between_chunks_is_seen(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("initial", [True, False])
 def test_segments_of_a_long_sequence_are_joined_exactly(monkeypatch: pytest.MonkeyPatch, initial: bool) -> None:
     monkeypatch.setattr(_kda_chunks, "FEWEST_CHUNKS", 1)
-    given = kda_inputs([135, 0, 40], heads=(1, 1), dims=(20, 24), family="slow", dtype=torch.float32, seed=7)
-    given["checkpoints"] = torch.tensor([[0, 64], [0, 100]])
+    given = kda_inputs([100, 0, 20], heads=(1, 1), dims=(20, 24), family="slow", dtype=torch.float32, seed=7)
+    given["checkpoints"] = torch.tensor([[0, 64], [0, 90]])
     if not initial:
         given["initial_state"].zero_()
     cuts = []
     lay_out = _kda_chunks.lay_out
 
     def seen(*args: Any, **options: Any) -> _kda_chunks.Chunks:
-        cuts.append(lay_out(*args, **options | {"processors": 8}))
+        cuts.append(lay_out(*args, **options | {"processors": 16}))
         return cuts[-1]
 
     monkeypatch.setattr("assay.optimized._kda_plan.lay_out", seen)
