@@ -179,6 +179,7 @@ def _walk(
 ) -> None:
     """One launch; with the maps as ``final`` it is the first of two."""
     mapped = final is tiles["maps"]
+    keeps = len(checkpoints) > 0 and not mapped
     start = final if initial is None else initial
     scan_kernel[(splits, layer.out.shape[1], chunks.num_segments)](
         tiles["w"],
@@ -201,13 +202,14 @@ def _walk(
         FIELDS=FIELDS,
         CHUNK=blocks.chunk,
         HAS_INITIAL=initial is not None,
-        HAS_CHECKPOINTS=len(checkpoints) > 0 and not mapped,
+        HAS_CHECKPOINTS=keeps,
         SEEDED=chunks.cut,
         MAPPED=mapped,
         OPERAND=_TRITON_DTYPES[blocks.operand],
         PRECISION=blocks.precision,
         BULK=blocks.bulk,
-        STAGES=blocks.stages,
+        # a state on its way out takes the shared memory of a stage
+        STAGES=max(1, blocks.stages - keeps),
         INTERPRETED=INTERPRETED,
         num_warps=blocks.warps,
         **sizes,
