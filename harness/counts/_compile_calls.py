@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ...optimized.attention import AttentionShape, attention, merge_into, plan_attention
 from ...optimized.mla_prefill import MlaShape, plan_mla_prefill
+from ...optimized.sparse_mla import SparseMlaShape, plan_sparse_mla, sparse_mla
 from ...optimized.token_scores import Mode, plan_token_scores, token_scores
 from .standin_device import DEVICE
 
@@ -60,6 +61,24 @@ def score(*, mode: Mode, geometry: tuple[int, int, int, int], dtype: str) -> Non
         torch.zeros(HEADS, d_nope + d_v, rank, dtype=floating, device=DEVICE),
         softmax_scale=(d_nope + d_rope) ** -0.5,
         plan=plan,
+    )
+
+
+def attend_selection(*, implementation: str, h_q: int, d_qk: int) -> None:
+    """Attend the native heads of a padded buffer to their lists: with sinks and lengths where models have them."""
+    s_q, topk = 64, 640 if d_qk == 512 else 2048
+    shape = SparseMlaShape(device=DEVICE, dtype=torch.bfloat16, s_q=s_q, s_kv=TOKENS, h_q=h_q, d_qk=d_qk, topk=topk)
+    unified = d_qk == 512
+    length = torch.full((s_q,), 512, dtype=torch.int32, device=DEVICE) if unified else None
+    plan = plan_sparse_mla(shape, topk_length=length, implementation=implementation)
+    sparse_mla(
+        torch.zeros(s_q, 128, d_qk, dtype=torch.bfloat16, device=DEVICE)[:, :h_q],
+        torch.zeros(TOKENS, d_qk, dtype=torch.bfloat16, device=DEVICE),
+        torch.zeros(s_q, topk, dtype=torch.int32, device=DEVICE),
+        softmax_scale=d_qk**-0.5,
+        plan=plan,
+        attn_sink=torch.zeros(h_q, device=DEVICE) if unified else None,
+        out=torch.zeros(s_q, 128, 512, dtype=torch.bfloat16, device=DEVICE)[:, :h_q],
     )
 
 

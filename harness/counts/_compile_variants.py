@@ -19,6 +19,8 @@ _OTHER_TILES = ((64, 64), (576, 512))
 
 # R/Dn/Dr/Dv: DeepSeek-V3.2, and GLM-5.3-Flash, which has no rope part
 _LATENT_GEOMETRIES = ((512, 128, 64, 128), (512, 256, 0, 256))
+# heads on a rank and width of a latent row
+_TRITON_SELECTIONS = (("sm_90a", 8, 512), ("sm_90a", 8, 576), ("sm_90a", 64, 576))
 _SCORE_KERNELS = {
     "logits": ("logits_kernel",),
     "probability": ("denominator_kernel", "join_kernel", "probability_kernel"),
@@ -65,7 +67,7 @@ def builds() -> list[Build]:
     merges = [
         _merge(arch, width) for arch in ARCHITECTURES for width in ((128, 256, 40) if arch == "sm_90a" else (128,))
     ]
-    return [*hopper, *others, *merges, *scores]
+    return [*hopper, *others, *merges, *scores, *_selections()]
 
 
 def _one_of_each_kind(arch: str) -> Iterator[Build]:
@@ -109,6 +111,34 @@ def _scores(arch: str) -> Iterator[Build]:
                     call=f"{_CALLS}:score",
                     arguments={"mode": mode, "geometry": geometry, "dtype": "bfloat16"},
                 )
+
+
+def _selections() -> Iterator[Build]:
+    """Sparse MLA for native heads: plain Triton everywhere, Gluon on Hopper, its lists united, its answers mended."""
+    for arch, h_q, d_qk in (*_TRITON_SELECTIONS, ("sm_80", 8, 576), ("sm_100a", 8, 576)):
+        yield _selection(arch, "_sparse_mla_triton_kernel.sparse_mla_kernel", "triton", h_q, d_qk)
+    for h_q in (8, 16, 32):
+        yield _selection("sm_90a", "_sparse_mla_gluon_swap.swap_kernel", "gluon", h_q, 512)
+        yield _selection("sm_90a", "_sparse_mla_gluon_split.split_kernel", "gluon", h_q, 576)
+    for h_q, d_qk in ((8, 512), (8, 576), (16, 576)):
+        yield _selection("sm_90a", "_sparse_mla_gluon_union.union_kernel", "gluon-union", h_q, d_qk)
+    for kernel in (
+        "_sparse_mla_lists_kernel.mark_kernel",
+        "_sparse_mla_lists_kernel.compact_kernel",
+        "_sparse_mla_triton_kernel.flagged_kernel",
+    ):
+        yield _selection("sm_90a", kernel, "gluon-union", 8, 576)
+
+
+def _selection(arch: str, kernel: str, implementation: str, h_q: int, d_qk: int) -> Build:
+    return Build(
+        arch=arch,
+        kernel=kernel,
+        variant=f"{h_q} heads of {d_qk} bfloat16",
+        ops=("sparse_mla",),
+        call=f"{_CALLS}:attend_selection",
+        arguments={"implementation": implementation, "h_q": h_q, "d_qk": d_qk},
+    )
 
 
 def _merge(arch: str, width: int) -> Build:

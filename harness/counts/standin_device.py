@@ -6,6 +6,7 @@ often it launches, allocates and waits, and which kernels it would compile.
 """
 
 import contextlib
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
 from unittest import mock
@@ -95,6 +96,7 @@ def standin_device(observer: Observer, capability: tuple[int, int] = (9, 0)) -> 
         "torch.cuda.device_count": lambda: 1,
         "torch.cuda.current_device": lambda: 0,
         "torch.cuda.get_device_capability": lambda device=None: capability,
+        "torch.cuda.get_device_properties": lambda device=None: types.SimpleNamespace(multi_processor_count=132),
         "torch.cuda.synchronize": lambda device=None: observer.wait("torch.cuda.synchronize"),
         "torch.backends.cudnn.is_available": lambda: True,
     }
