@@ -24,7 +24,7 @@ import torch
 from ...reference.attention import merge_states
 from ..answers import Answer, copied
 from ..case import Case
-from ..contract import Contract
+from ..contract import UNIT_ROUNDOFF, Contract
 from ..conventions import Conventions
 from ..gates import judge, nonfinite_gates
 from ..interpreter import no_interpreted_bfloat16
@@ -282,7 +282,9 @@ def _judged(
     )
     if len(got) > 1:
         splits = None if contract.splits is None else contract.splits * len(got)
-        contract = contract.promising(splits_store=contract.splits_store or contract.out, splits=splits)
+        # what each call hands out is rounded to its output, however fine the parts are that it merges itself
+        stored = max((contract.splits_store or contract.out, contract.out), key=UNIT_ROUNDOFF.__getitem__)
+        contract = contract.promising(splits_store=stored, splits=splits)
     gates = [] if left_out else nonfinite_gates(out, lse, outline)
     with phase("oracle", out.device):
         tally = judge(out, lse, chosen, contract=contract, family=case.family)
