@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 
 from ...optimized.attention import AttentionShape, attention, merge_into, plan_attention
+from ...optimized.kda import Gate, KdaShape, kda, plan_kda, plan_kda_batch
+from ...optimized.kda_step import kda_step, plan_kda_step
 from ...optimized.mla_prefill import MlaShape, plan_mla_prefill
 from ...optimized.sparse_mla import SparseMlaShape, plan_sparse_mla, sparse_mla
 from ...optimized.token_scores import Mode, plan_token_scores, token_scores
@@ -80,6 +82,62 @@ def attend_selection(*, implementation: str, h_q: int, d_qk: int) -> None:
         attn_sink=torch.zeros(h_q, device=DEVICE) if unified else None,
         out=torch.zeros(s_q, 128, 512, dtype=torch.bfloat16, device=DEVICE)[:, :h_q],
     )
+
+
+def recur(*, implementation: str, head_dim_k: int, head_dim_v: int, dtype: str, gate: Gate, tokens: int) -> None:
+    """Apply the gated delta rule to one sequence, from and to states with value columns first."""
+    shape = KdaShape(
+        device=DEVICE,
+        dtype=getattr(torch, dtype),
+        num_heads=HEADS,
+        num_v_heads=HEADS,
+        head_dim_k=head_dim_k,
+        head_dim_v=head_dim_v,
+        gate=gate,
+        lower_bound=-5.0 if gate == "bounded" else None,
+        state_layout="VK",
+    )
+    plan = plan_kda(shape, max_tokens=tokens, max_sequences=1, implementation=implementation)
+    parameters = gate != "log"
+    kda(
+        *_recurrent_tokens(shape, tokens),
+        scale=head_dim_k**-0.5,
+        batch=plan_kda_batch(torch.tensor([0, tokens], dtype=torch.int32), plan=plan),
+        A_log=torch.zeros(HEADS, device=DEVICE) if parameters else None,
+        dt_bias=torch.zeros(HEADS, head_dim_k, device=DEVICE) if parameters else None,
+        initial_state=torch.zeros(shape.state_size(1), device=DEVICE),
+    )
+
+
+def step_states() -> None:
+    """Decode one token of each of eight sequences on a pool of states."""
+    shape = KdaShape(
+        device=DEVICE,
+        dtype=torch.bfloat16,
+        num_heads=HEADS,
+        num_v_heads=HEADS,
+        head_dim_k=128,
+        head_dim_v=128,
+        lower_bound=-5.0,
+    )
+    offsets, slots = torch.arange(9, dtype=torch.int32), torch.arange(8, dtype=torch.int32)[:, None]
+    kda_step(
+        *_recurrent_tokens(shape, 8),
+        scale=128**-0.5,
+        state_pool=torch.zeros(shape.state_size(8), device=DEVICE),
+        plan=plan_kda_step(offsets, slots, shape=shape, num_slots=8, implementation="triton"),
+        A_log=torch.zeros(HEADS, device=DEVICE),
+        dt_bias=torch.zeros(HEADS, 128, device=DEVICE),
+    )
+
+
+def _recurrent_tokens(shape: KdaShape, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``q, k, v, g, beta``, packed."""
+    keys, values = shape.head_dim_k, shape.head_dim_v
+    q, k, v, g = (
+        torch.zeros(tokens, HEADS, width, dtype=shape.dtype, device=DEVICE) for width in (keys, keys, values, keys)
+    )
+    return q, k, v, g, torch.zeros(tokens, HEADS, dtype=shape.dtype, device=DEVICE)
 
 
 def _tokens(width: int, dtype: str, *, aligned: bool) -> Tensor:

@@ -67,7 +67,7 @@ def builds() -> list[Build]:
     merges = [
         _merge(arch, width) for arch in ARCHITECTURES for width in ((128, 256, 40) if arch == "sm_90a" else (128,))
     ]
-    return [*hopper, *others, *merges, *scores, *_selections()]
+    return [*hopper, *others, *merges, *scores, *_selections(), *_recurrences()]
 
 
 def _one_of_each_kind(arch: str) -> Iterator[Build]:
@@ -138,6 +138,57 @@ def _selection(arch: str, kernel: str, implementation: str, h_q: int, d_qk: int)
         ops=("sparse_mla",),
         call=f"{_CALLS}:attend_selection",
         arguments={"implementation": implementation, "h_q": h_q, "d_qk": d_qk},
+    )
+
+
+def _recurrences() -> Iterator[Build]:
+    """The gated delta rule: for models, for any gate, whole and in segments, and a step on a state pool."""
+    prepare = {"flash": "_kda_flash_kernel.prepare_kernel", "triton": "_kda_triton_kernel.prepare_kernel"}
+    scan, seed = "_kda_scan_kernel.scan_kernel", "_kda_scan_kernel.seed_kernel"
+    # short sequences are not cut, and so are walked in one form
+    for implementation, kernel in prepare.items():
+        yield _recurrence("sm_90a", kernel, implementation, (128, 128))
+        yield _recurrence("sm_90a", scan, implementation, (128, 128))
+    for kernel in (prepare["triton"], scan):
+        yield _recurrence("sm_90a", kernel, "triton", (60, 100), dtype="float16", gate="log")
+        yield _recurrence("sm_80", kernel, "triton", (128, 128))
+        yield _recurrence("sm_100a", kernel, "triton", (128, 128))
+    yield _recurrence("sm_90a", seed, "flash", (128, 128), tokens=8192)
+    for arch in ARCHITECTURES:
+        yield Build(
+            arch=arch,
+            kernel="_kda_step_triton_kernel.step_kernel",
+            variant="128/128 bfloat16",
+            ops=("kda_step",),
+            call=f"{_CALLS}:step_states",
+            arguments={},
+        )
+
+
+def _recurrence(
+    arch: str,
+    kernel: str,
+    implementation: str,
+    sizes: tuple[int, int],
+    *,
+    dtype: str = "bfloat16",
+    gate: str = "bounded",
+    tokens: int = 1024,
+) -> Build:
+    return Build(
+        arch=arch,
+        kernel=kernel,
+        variant=f"{implementation} {sizes[0]}/{sizes[1]} {dtype}, {gate}",
+        ops=("kda",),
+        call=f"{_CALLS}:recur",
+        arguments={
+            "implementation": implementation,
+            "head_dim_k": sizes[0],
+            "head_dim_v": sizes[1],
+            "dtype": dtype,
+            "gate": gate,
+            "tokens": tokens,
+        },
     )
 
 
