@@ -55,13 +55,17 @@ def refusal(shape: "SparseMlaShape") -> str | None:
 
 def choose_tile(shape: "SparseMlaShape") -> Tile | None:
     """The first configuration, best first, that fits in shared memory; None if there is none."""
-    block_h = min(64, max(16, 1 << (shape.h_q - 1).bit_length()))
+    width = sum(block_widths(shape.d_qk, 1)[:2])
+    # 64 rows are what Hopper has an instruction of its own for, which triton 3.6 feeds wrongly with padded widths
+    block_h = min(64 if width == shape.d_qk else 32, max(16, 1 << (shape.h_q - 1).bit_length()))
     if INTERPRETED:
         return Tile(block_h, 32, 1, 4)
     num_warps = 4 if block_h <= 16 else 8
     preferred = [Tile(block_h, 64, 2, num_warps), Tile(block_h, 32, 2, num_warps), Tile(block_h, 16, 1, num_warps)]
-    preferred += [Tile(16, 16, 1, 4)]
-    width, available = sum(block_widths(shape.d_qk, 1)[:2]), _shared_memory(shape.device)
+    smallest = Tile(16, 16, 1, 4)
+    # float32 products do without matrix instructions, which larger tiles are for
+    preferred = [smallest] if shape.dtype.itemsize == 4 else [*preferred, smallest]
+    available = _shared_memory(shape.device)
     for tile in preferred:
         if (tile.block_h + tile.num_stages * tile.block_n) * width * shape.dtype.itemsize + 2048 <= available:
             return tile

@@ -63,10 +63,12 @@ def test_any_number_of_queries(implementation: str, d_qk: int, s_q: int) -> None
     check(answered(given, planned(given, serving(implementation, given))), given, sampled(s_q))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("implementation", ["triton", "padded"])
-def test_other_dtypes(implementation: str, dtype: torch.dtype) -> None:
-    shapes: list[dict[str, Any]] = [{"h_q": 8, "d_qk": 576, "d_v": 512}, {"h_q": 3, "d_qk": 72, "d_v": 40}]
+def test_other_dtypes_and_widths(implementation: str, dtype: torch.dtype) -> None:
+    shapes: list[dict[str, Any]] = [{"h_q": 8, "d_qk": 576, "d_v": 512}]
+    # padded widths, whose rows do not lie multiples of 16 bytes apart
+    shapes += [{"h_q": h_q, "d_qk": d_qk, "d_v": 12} for h_q in (3, 64, 100) for d_qk in (44, 72, 76)]
     for sizes in shapes:
         given = sparse_inputs(dtype=dtype, device="cuda", s_q=65, s_kv=900, topk=300, seed=3, **sizes)
         check(answered(given, planned(given, serving(implementation, given))), given)
