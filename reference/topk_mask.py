@@ -40,21 +40,22 @@ def topk_mask(indices: Tensor, *, cu_seqlens_q: Tensor, key_lens: Tensor, key_st
     return mask.to(indices.device)
 
 
-def selected_keys(mask: Tensor, num_keys: int) -> Tensor:
+def selected_keys(mask: Tensor, num_keys: int, first_key: int = 0) -> Tensor:
     """Read a mask bit by bit.
 
     ::
 
-        selected[t, k] = (mask[t, k >> 5] >> (k & 31)) & 1
+        selected[t, s] = (mask[t, k >> 5] >> (k & 31)) & 1        with k = first_key + s
 
     Args:
         mask: ``[T, W]``, int32.
-        num_keys: Bits to read, at most ``32 W``.
+        num_keys: Bits to read.
+        first_key: The first of them.
 
     Returns:
         ``[T, num_keys]``, bool.
     """
-    key = torch.arange(num_keys, device=mask.device)
+    key = torch.arange(first_key, first_key + num_keys, device=mask.device)
     return (mask[:, key >> 5] >> (key & 31)) & 1 == 1
 
 
