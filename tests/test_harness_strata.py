@@ -165,7 +165,7 @@ def test_what_rounding_does_is_allowed_in_its_own_direction() -> None:
 
 def test_the_rounded_oracle_is_right_where_one_key_holds_the_weight() -> None:
     """Outputs next to the value of one key are rounded to it in every row: a bias, and no fault."""
-    sizes = {"query_lens": [64], "key_lens": [64], "d_v": 512, "num_heads": 4, "num_kv_heads": 4}
+    sizes: dict[str, Any] = {"query_lens": [64], "key_lens": [64], "d_v": 512, "num_heads": 4, "num_kv_heads": 4}
     (rows,) = rows_of(attention_case("peaked", "bfloat16", **sizes))
     rows = replace(rows, q=2 * rows.q)
     c, contract = companions(rows), BF16.promising(l="from_p")
