@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from ..optimized._sparse_mla_plan import refusal
+from ..optimized.prefill_paths import masked_call, random_prefill, sparse_call
 from ..optimized.routing import MlaGeometry, RoutingTable, table_from
-from ..optimized.sparse_mla import SparseMlaShape, plan_sparse_mla, sparse_mla
+from ..optimized.sparse_mla import SparseMlaShape
 
 # contexts at whose end a bucket of the table ends, and the queries that are tried in each
 SEQ_LENS = (4096, 8192, 16384, 32768)
@@ -107,7 +108,10 @@ def _number(timing: Timing) -> float:
 
 
 class DeviceClock:
-    """Times the paths on a CUDA device, each length once; a captured call from a cold cache, the median of some."""
+    """Times the paths on a CUDA device, from latent rows to the outputs of the heads, each length once.
+
+    A captured call from a cold cache, the median of some. The selection is uniform, as nothing better is known of it.
+    """
 
     def __init__(self, geometry: MlaGeometry, *, tp: int, device: torch.device) -> None:
         """Find the sparse MQA with padded heads that there is.
@@ -120,12 +124,20 @@ class DeviceClock:
         if geometry.topk is None:
             raise ValueError(f"geometry must be one that selects rows, got {geometry.name}")
         self._geometry, self._heads, self._device = geometry, geometry.num_heads // tp, device
-        self._topk = geometry.topk
         self._clock = CudaClock(device)
         self._known: dict[tuple[str, int, int], Timing] = {}
-        flashmla = refusal("flashmla", self._shape(128, 128))
-        self.backend = "FLASHMLA_SPARSE" if flashmla is None else "PADDED"
-        self._padded = "padded" if flashmla else "flashmla"
+        shape = SparseMlaShape(
+            device=device,
+            dtype=torch.bfloat16,
+            s_q=1,
+            s_kv=1,
+            h_q=self._heads,
+            d_qk=geometry.row_width,
+            d_v=geometry.kv_lora_rank,
+            topk=geometry.topk,
+        )
+        self._padded = "flashmla" if refusal("flashmla", shape) is None else "padded"
+        self.backend = {"flashmla": "FLASHMLA_SPARSE", "padded": "PADDED"}[self._padded]
 
     def __call__(self, path: str, query_len: int, seq_len: int) -> Timing:
         """Milliseconds of a path, or why it does not serve."""
@@ -135,37 +147,16 @@ class DeviceClock:
         return self._known[key]
 
     def _timed(self, path: str, query_len: int, seq_len: int) -> Timing:
-        if path == "masked_mha":
-            return "masked MHA is not timed yet"
-        implementation = "auto" if path == "native_heads" else self._padded
-        reason = None if implementation == "auto" else refusal(implementation, self._shape(query_len, seq_len))
-        return reason or self._milliseconds(self._sparse(implementation, query_len, seq_len))
-
-    def _shape(self, query_len: int, seq_len: int) -> SparseMlaShape:
-        width = self._geometry.row_width
-        return SparseMlaShape(
-            device=self._device,
-            dtype=torch.bfloat16,
-            s_q=query_len,
-            s_kv=seq_len,
-            h_q=self._heads,
-            d_qk=width,
-            d_v=self._geometry.kv_lora_rank,
-            topk=self._topk,
+        given = random_prefill(
+            self._geometry, num_heads=self._heads, query_len=query_len, seq_len=seq_len, device=self._device
         )
-
-    def _sparse(self, implementation: str, query_len: int, seq_len: int) -> Callable[[], Any]:
-        """A call on uniform lists of positions that each query may see."""
-        shape = self._shape(query_len, seq_len)
-        generator = torch.Generator(device=self._device).manual_seed(0)
-        q = torch.randn(query_len, self._heads, shape.d_qk, device=self._device, generator=generator).bfloat16()
-        kv = torch.randn(seq_len, shape.d_qk, device=self._device, generator=generator).bfloat16()
-        seen = torch.arange(seq_len - query_len + 1, seq_len + 1, device=self._device)[:, None]
-        drawn = torch.rand(query_len, self._topk, device=self._device, generator=generator)
-        indices = (drawn * seen).int().clamp(max=seq_len - 1)
-        plan = plan_sparse_mla(shape, indices=indices, implementation=implementation)
-        scale = sum(self._geometry.prefill[:2]) ** -0.5
-        return lambda: sparse_mla(q, kv, indices, softmax_scale=scale, plan=plan)
+        try:
+            if path == "masked_mha":
+                return self._milliseconds(masked_call(given))
+            implementation = "auto" if path == "native_heads" else self._padded
+            return self._milliseconds(sparse_call(given, implementation=implementation))
+        except NotImplementedError as error:
+            return str(error)
 
     def _milliseconds(self, run: Callable[[], Any]) -> float:
         replay, _ = self._clock.capture(run)

@@ -56,10 +56,14 @@ class MlaGeometry:
         return self.d_nope + self.d_rope, self.d_v
 
     @property
+    def unified(self) -> bool:
+        """Whether a head is as wide as the latent row, which holds the rotated part and is the value as a whole."""
+        return self.d_nope + self.d_rope == self.kv_lora_rank == self.d_v
+
+    @property
     def row_width(self) -> int:
-        """``d_qk`` of sparse attention: a unified head holds its rotated part in the latent row itself."""
-        unified = self.d_nope + self.d_rope == self.kv_lora_rank == self.d_v
-        return self.kv_lora_rank if unified else self.kv_lora_rank + self.d_rope
+        """``d_qk`` of sparse attention."""
+        return self.kv_lora_rank if self.unified else self.kv_lora_rank + self.d_rope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
