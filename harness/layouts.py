@@ -189,11 +189,16 @@ def _destination(
     shapes = {result.name: result.shape for result in outline.results}
     if conventions.lse_layout == "HT":
         shapes["lse"] = shapes["lse"][::-1]
-    dtypes = {result.name: _dtype(result, contract) for result in outline.results}
+    dtypes = {result.name: result_dtype(result, contract) for result in outline.results}
     return Destination(shapes=shapes, dtypes=dtypes, device=device)
 
 
-def _dtype(result: Result, contract: Contract) -> torch.dtype:
+def result_dtype(result: Result, contract: Contract) -> torch.dtype:
+    """The dtype of a result under a contract.
+
+    Raises:
+        ValueError: If torch has none of the declared precision.
+    """
     if result.dtype is not None:
         return dtype_of(result.dtype)
     precision = getattr(contract, str(result.field))

@@ -27,6 +27,8 @@ _FIELDS = 16
 
 # the candidates of a request are cut into stretches until its rows keep so many programs busy
 _DENOMINATOR_PROGRAMS = 640
+# one after the other: enough that several stretches are joined
+_INTERPRETED_PROGRAMS = 6
 _MAX_STRETCHES = 64
 
 _JOIN_ROWS = 128
@@ -245,7 +247,8 @@ def _latent_sizes(scan: "LatentScan") -> dict[str, Any]:
 
 def _num_stretches(row_tiles: int) -> int:
     """Stretches of the candidates of a request whose rows fill so many tiles; no matter how many keys there are."""
-    return max(1, min(_MAX_STRETCHES, _DENOMINATOR_PROGRAMS // row_tiles))
+    programs = _INTERPRETED_PROGRAMS if INTERPRETED else _DENOMINATOR_PROGRAMS
+    return max(1, min(_MAX_STRETCHES, programs // row_tiles))
 
 
 def _fitting(width: int, tiles: tuple[Tile, ...], plan: MlaPrefillPlan) -> Tile | None:

@@ -24,13 +24,28 @@ GOLDEN = {
         "attention-exact-uniform-float16-7763aa01",
         "attention-nonfinite-v-float32-806a1b0a",
     ),
+    "token_scores": (
+        "token_scores-diffuse-float32-e7f8e128",
+        "token_scores-peaked-bfloat16-f40f3933",
+        "token_scores-peaked-float16-b8ca9d7a",
+    ),
+    "token_selection": (
+        "token_selection-diffuse-float32-8fb9b18a",
+        "token_selection-ties-float32-1b18ecf1",
+        "token_selection-deep-float32-28b0b573",
+    ),
     "mla_prefill": (
         "mla_prefill-diffuse-float32-63cca00f",
         "mla_prefill-exact-uniform-float16-02641cf9",
         "mla_prefill-nonfinite-v-float32-a5f5bc8a",
     ),
 }
-DIGESTS = {"attention": "1d18557ad89b", "mla_prefill": "c525ffc48876"}
+DIGESTS = {
+    "token_scores": "6df097eea09f",
+    "token_selection": "b66fe149e9f9",
+    "attention": "1d18557ad89b",
+    "mla_prefill": "c525ffc48876",
+}
 
 
 @pytest.mark.parametrize("op", operations.NAMES)
@@ -94,5 +109,7 @@ def test_the_digest_of_a_plan_sees_content_and_order() -> None:
 
 
 def test_an_operation_without_a_name_here_is_refused() -> None:
-    with pytest.raises(ValueError, match="op must be one of attention, mla_prefill, got 'kda'"):
+    with pytest.raises(
+        ValueError, match="op must be one of attention, mla_prefill, token_scores, token_selection, got 'kda'"
+    ):
         operations.load("kda")

@@ -151,7 +151,11 @@ def test_one_case_is_judged_by_the_end_of_its_id() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "op": ({"op": "kda"}, ValueError, "an operation must be one of attention, mla_prefill, got 'kda'"),
+    "op": (
+        {"op": "kda"},
+        ValueError,
+        "an operation must be one of attention, mla_prefill, token_scores, token_selection, got 'kda'",
+    ),
     "tier": ({"tier": "huge"}, ValueError, "tier must be one of .*, got 'huge'"),
     "device": ({"device": "gpu"}, ValueError, "must be auto, cpu, cuda or cuda:N, got 'gpu'"),
     "dtype": ({"dtypes": ["float64"]}, ValueError, "dtypes must be among float32, float16, bfloat16, got 'float64'"),

@@ -215,7 +215,10 @@ def test_an_operation_is_loaded_by_its_name() -> None:
             r"'acme_old' \(acme_kernels 1.2\) must be written for api 1, the version of this assay, got api 2",
         ),
         ("acme_alias", "must be called as its operation, got 'acme_attention'"),
-        ("kda", "an operation must be one of attention, mla_prefill, acme_alias, acme_attention, acme_old, got 'kda'"),
+        (
+            "kda",
+            "an operation must be one of attention, mla_prefill, token_scores, token_selection, acme_alias, acme_attention, acme_old, got 'kda'",
+        ),
     ],
 )
 def test_an_operation_that_cannot_be_loaded_says_why(name: str, text: str) -> None:

@@ -14,17 +14,17 @@ from typer.testing import CliRunner
 from assay.harness import operations
 from assay.harness.cli import app
 from assay.harness.faults import Variant, load
-from assay.harness.kernels import wrap_function
 from assay.harness.mutation import command, mutate
-from assay.harness.mutation.admission import NULL_KERNELS, admissions
+from assay.harness.mutation.admission import NULL_KERNELS, admissions, null_kernel
 from assay.harness.mutation.command import MutateOptions, run_mutate, zero_event_bound
 from assay.harness.mutation.mutate import Status, kill_matrix
 from assay.harness.operation import CaseRequest
-from assay.harness.plan import UsageError
+from assay.harness.plan import DTYPES, UsageError
 from assay.harness.record import Verdict
 from assay.harness.runner import run_case
 
 CPU = torch.device("cpu")
+SMOKE = CaseRequest(tier="smoke", seed=0, dtypes=DTYPES)
 
 
 @pytest.fixture
@@ -40,11 +40,13 @@ def run(**options: Any) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("null", NULL_KERNELS, ids=lambda null: null.__name__)
-def test_a_null_kernel_passes_nothing(null: Any) -> None:
-    case = attention_case()
-    operation = operation_of(case)
-    record = run_case(operation, wrap_function(null, operation), case, CPU)
-    assert record.verdict is Verdict.NUMERIC
+@pytest.mark.parametrize("op", operations.NAMES)
+def test_a_null_kernel_passes_nothing(op: str, null: Any) -> None:
+    operation = operations.load(op)
+    # a case in which something is to be seen and chosen
+    case = next(one for one in operation.cases(SMOKE) if one.family == "diffuse" and one.dtype == "float32")
+    record = run_case(operation, null_kernel(null, operation, case), case, CPU)
+    assert record.verdict in (Verdict.NUMERIC, Verdict.NONFINITE)
 
 
 def test_a_case_without_kills_is_not_admitted() -> None:
@@ -121,6 +123,8 @@ def test_a_rejected_variant_is_named_and_fails_the_run(two_cases: list[Any], mon
 
 
 def test_usage() -> None:
-    with pytest.raises(UsageError, match="an operation must be one of attention, mla_prefill, got 'kda'"):
+    with pytest.raises(
+        UsageError, match="an operation must be one of attention, mla_prefill, token_scores, token_selection, got 'kda'"
+    ):
         run_mutate(MutateOptions(ops=("kda",)), Console())
     assert CliRunner().invoke(app, ["mutate", "kda"]).exit_code == 2

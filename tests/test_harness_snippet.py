@@ -168,5 +168,8 @@ def test_a_kernel_of_the_house_is_near_the_oracle(tmp_path: Path) -> None:
 
 def test_only_oracles_of_the_house_are_called() -> None:
     foreign: Any = SimpleNamespace(name="my_op")
-    with pytest.raises(NotImplementedError, match="needs one of the oracles of attention, mla_prefill, got 'my_op'"):
+    with pytest.raises(
+        NotImplementedError,
+        match="needs one of the oracles of attention, mla_prefill, token_scores, token_selection, got 'my_op'",
+    ):
         snippet(cast(Operation, foreign), mla_case(), "kernels.py:mine")

@@ -37,6 +37,12 @@ def _mla_prefill(query_lens: list[int], context_lens: list[int], chunk: int) -> 
     }
 
 
+def _token_scores(mode: str, **candidates: int) -> dict[str, Any]:
+    seen = {"mode": mode, "window": 4, "behind": 0, "unobserved": 0, "ranges": "all"}
+    first_and_last = {"candidate_start": 0, "recent_keep_tokens": 0}
+    return _mla_prefill([5, 1, 16], [69, 1, 48], 16) | seen | first_and_last | candidates
+
+
 _LLAMA = {"num_heads": 8, "num_kv_heads": 2, "d_qk": 128, "d_v": 128}
 _DEEPSEEK = {"num_heads": 2, "num_kv_heads": 2, "d_qk": 192, "d_v": 128}
 
@@ -49,5 +55,20 @@ _STEPS: dict[str, dict[str, dict[str, Any]]] = {
         "3 requests, no history": _mla_prefill([5, 1, 16], [5, 1, 16], 16),
         "3 requests, 6 chunks": _mla_prefill([5, 1, 16], [69, 1, 48], 16),
         "16 requests, 16 chunks": _mla_prefill([2] * 16, [18] * 16, 16),
+    },
+    "token_scores": {
+        "3 requests, logits": _token_scores("logits"),
+        "3 requests, one scan": _token_scores("probability"),
+        "3 requests, two scans": _token_scores("probability", candidate_start=4),
+    },
+    "token_selection": {
+        "16 requests": {
+            "context_lens": [40] * 16,
+            "sink": 4,
+            "recent": 8,
+            "part": 0.5,
+            "pooling": "max",
+            "kernel_size": 5,
+        },
     },
 }

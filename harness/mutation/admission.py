@@ -1,5 +1,6 @@
 """Admission of cases: one on which a null kernel passes, or every planted fault, would prove nothing."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,36 +8,56 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from ..answers import Answer
 from ..case import Case
-from ..kernels import wrap_function
-from ..operation import Operation
+from ..layouts import result_dtype
+from ..operation import Kernel, Operation
 from ..record import Verdict
 from ..runner import ExamRoom, run_case
 from .kill_matrix import NOT_JUDGED, KillMatrix
 
-
-def zeros(**arguments: Any) -> tuple[Tensor, Tensor]:
-    """Answer nothing: ``(0, 0)``."""
-    q = arguments["q"]
-    return q.new_zeros(*q.shape[:2], _value_width(arguments)), torch.zeros(q.shape[:2], device=q.device)
+Null = Callable[[Answer, dict[str, Any]], Answer]
 
 
-def noise(**arguments: Any) -> tuple[Tensor, Tensor]:
+def zeros(empty: Answer, arguments: dict[str, Any]) -> Answer:
+    """Answer nothing: every result is 0."""
+    return empty
+
+
+def noise(empty: Answer, arguments: dict[str, Any]) -> Answer:
     """Answer normal values, the same at every call."""
-    out, lse = zeros(**arguments)
     generator = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(one.shape, generator=generator).to(one) for one in (out, lse))  # type: ignore[return-value]
+    return tuple((torch.randn(one.shape, generator=generator) * 4).to(one) for one in empty)
 
 
-def first_queries(**arguments: Any) -> tuple[Tensor, Tensor]:
-    """Answer with the queries themselves, cut or padded to the width of a value."""
-    out, lse = zeros(**arguments)
-    width = min(out.shape[-1], arguments["q"].shape[-1])
-    out[..., :width] = arguments["q"][..., :width]
-    return out, lse
+def inputs_themselves(empty: Answer, arguments: dict[str, Any]) -> Answer:
+    """Answer with the first floating argument, repeated or cut to the size of the first result."""
+    first, *others = empty
+    source = next(value for value in arguments.values() if isinstance(value, Tensor) and value.is_floating_point())
+    values = source.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).flatten()
+    copies = -(-first.numel() // max(1, values.numel()))
+    return values.repeat(copies)[: first.numel()].view(first.shape).to(first), *others
 
 
-NULL_KERNELS = (zeros, noise, first_queries)
+NULL_KERNELS: tuple[Null, ...] = (zeros, noise, inputs_themselves)
+
+
+def null_kernel(null: Null, operation: Operation, case: Case) -> Kernel:
+    """A kernel that answers a case without computing anything."""
+    outline, contract = operation.outline(case), operation.default_contract(case)
+    dtypes = [result_dtype(result, contract) for result in outline.results]
+
+    def bind(arguments: dict[str, Any]) -> Callable[[], Answer]:
+        device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
+
+        def run() -> Answer:
+            pairs = zip(outline.results, dtypes, strict=True)
+            empty = tuple(torch.zeros(result.shape, dtype=dtype, device=device) for result, dtype in pairs)
+            return null(empty, arguments)
+
+        return run
+
+    return Kernel(name=getattr(null, "__name__", "null"), contract=lambda case: contract, bind=bind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +85,8 @@ def admissions(operation: Operation, cases: list[Case], matrix: KillMatrix, devi
         device: Where to run.
     """
     room, found = ExamRoom(), []
-    kernels = [wrap_function(function, operation) for function in NULL_KERNELS]
     for case in cases:
+        kernels = [null_kernel(null, operation, case) for null in NULL_KERNELS]
         passed = [k.name for k in kernels if run_case(operation, k, case, device, room=room).verdict is Verdict.PASS]
         outcomes = [one for result in matrix.faults for one in result.outcomes if one.case_id == case.id]
         judged = [one for one in outcomes if one.verdict not in NOT_JUDGED]
@@ -87,10 +108,3 @@ def admission_table(found: list[Admission]) -> Table:
         spread = f"{min(kills)} to {max(kills)} of {max(one.judged for one in mine)}"
         table.add_row(family, str(len(mine)), ", ".join(nulls) or "none", spread, ", ".join(outside) or "none")
     return table
-
-
-def _value_width(arguments: dict[str, Any]) -> int:
-    if "v" in arguments:
-        return int(arguments["v"].shape[-1])
-    d_nope = arguments["q"].shape[-1] - arguments["k_pe"].shape[-1]
-    return int(arguments["kv_b_proj"].shape[1] - d_nope)

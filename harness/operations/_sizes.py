@@ -118,4 +118,5 @@ def _queries_within_context(sizes: Sizes) -> None:
 RELATIONS: dict[str, tuple[Callable[[Sizes], None], ...]] = {
     "attention": (_whole_groups,),
     "mla_prefill": (_queries_within_context,),
+    "token_scores": (_queries_within_context,),
 }
