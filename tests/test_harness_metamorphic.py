@@ -25,7 +25,6 @@ from torch import Tensor
 from assay.harness import plugin
 from assay.harness.case import Case
 from assay.harness.conventions import Conventions
-from assay.harness.faults._attention_variants import split_keys
 from assay.harness.kernels import wrap_function
 from assay.harness.layouts import prepared
 from assay.harness.metamorphic import gate as metamorphic_gate
@@ -207,18 +206,6 @@ def test_a_split_by_place_in_the_batch_breaks_the_promise_of_batch_invariance() 
     splits = by_batch(lambda request, count: 1 + request)
     assert "permute requests" in tripped(splits, ATTENTION, **INVARIANT)
     assert tripped(splits, ATTENTION) == set()
-
-
-def test_parts_merged_in_float32_within_a_call_are_handed_out_in_bfloat16_by_two() -> None:
-    """A contract of float32 parts says nothing of the two answers that the judge itself merges."""
-    lens = {"query_lens": [67, 17, 16, 17, 16], "key_lens": [133, 16, 63, 63, 31]}
-    case = attention_case("peaked", "bfloat16", seed=930553176, softmax_scale=0.1274, **lens)
-    fine, coarse = (
-        found(split_keys, case, splits_store=store, splits=3)["G8 split keys"] for store in ("fp32", "bf16")
-    )
-    # without a roundoff of bfloat16 for the parts 1.02 of the limit
-    assert fine.passed
-    assert fine.ratio == coarse.ratio
 
 
 def test_a_neighbours_key_with_weight_is_found_without_any_promise() -> None:

@@ -9,8 +9,11 @@ from builders import CPU, Answer, attention_case, in_dtype, mla_case, operation_
 
 from assay.harness.case import Case
 from assay.harness.contract import Contract
-from assay.harness.metamorphic.gate import MOVES
+from assay.harness.faults._attention_variants import split_keys
+from assay.harness.kernels import wrap_function
+from assay.harness.metamorphic.gate import MOVES, metamorphic_gates
 from assay.harness.metamorphic.relations import underflow_slack
+from assay.harness.record import GateResult
 from assay.reference import attention as oracle
 from assay.reference import mla_prefill as mla_oracle
 
@@ -94,3 +97,22 @@ def test_only_subnormal_float16_numbers_are_forgiven_anything() -> None:
     stored = underflow_slack(out, Contract(p="fp16", out="fp16", projected="fp16"))
     # one unit in the last place, and four subnormal spacings
     assert stored.tolist() == [2.0**-10 + 2.0**-22, 2.0**-24 + 2.0**-22, 2.0**-25 + 2.0**-22, 2.0**-11 + 2.0**-22]
+
+
+def test_parts_merged_in_float32_within_a_call_are_handed_out_in_bfloat16_by_two() -> None:
+    """A contract of float32 parts says nothing of the two answers that the judge itself merges."""
+    lens = {"query_lens": [67, 17, 16, 17, 16], "key_lens": [133, 16, 63, 63, 31]}
+    case = attention_case("peaked", "bfloat16", seed=930553176, softmax_scale=0.1274, **lens)
+    operation = operation_of(case)
+    kernel = wrap_function(split_keys, operation)
+    first = kernel.bind(operation.inputs(case, CPU).arguments)()
+
+    def split(store: Any) -> GateResult:
+        contract = operation.default_contract(case).promising(splits_store=store, splits=3)
+        gates = metamorphic_gates(operation, kernel, case, CPU, first, contract)
+        return next(gate for gate in gates if gate.gate == "G8 split keys")
+
+    fine, coarse = split("fp32"), split("bf16")
+    # without a roundoff of bfloat16 for the parts 1.02 of the limit
+    assert fine.passed
+    assert fine.ratio == coarse.ratio
