@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from attention_inputs import INF, check, make_inputs, make_plan
+from mask_inputs import selection
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -17,6 +18,8 @@ from assay.optimized import attention as optimized
 from assay.optimized.attention import attention
 from assay.optimized.external import flex
 from assay.optimized.external._partial_state import Prepared
+from assay.optimized.topk_mask import plan_topk_mask, topk_mask
+from assay.reference.masked_mha import masked_mha
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 EDGES = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129)
@@ -221,3 +224,32 @@ def test_auto_never_takes_it() -> None:
     for device, lens in itertools.product((torch.device("cpu"), torch.device("cuda:0")), (8, 40000)):
         order = optimized._auto_order(replace(SHAPE, device=device), True, (lens,), (lens,))
         assert "flex" not in order
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (130, 300), (300, 300), (128, 256)])
+def test_bits_against_the_oracle(n: int, m: int) -> None:
+    q, k, v = make_inputs(n, m, heads=(4, 2))
+    indices = selection((n,), (m,), 9)
+    options: dict[str, Any] = {"topk": 9, "device": torch.device("cpu"), "tile": (128, 128)}
+    words, held = topk_mask(indices, plan=plan_topk_mask(torch.tensor([0, n]), torch.tensor([m]), **options))
+    assert held is not None
+    mask = flex.bit_mask(words, held, num_keys=m, query_start=m - n)
+    out, lse = flex._attend_eager(q, k, v, 0.3, mask)
+    expected, expected_lse = masked_mha(
+        q.double(),
+        k.double(),
+        v.double(),
+        words,
+        softmax_scale=0.3,
+        cu_seqlens_q=torch.tensor([0, n]),
+        cu_seqlens_k=torch.tensor([0, m]),
+    )
+    seen = expected_lse > -INF
+    torch.testing.assert_close(out.double()[seen], expected[seen], rtol=0, atol=3e-6)
+    torch.testing.assert_close(lse.double()[seen], expected_lse[seen], rtol=0, atol=3e-6)
+    # each listed block holds a bit of the past, and each such block is listed
+    blocks, listed = mask.kv_num_blocks[0, 0].tolist(), mask.kv_indices[0, 0].tolist()
+    for row, count in enumerate(blocks):
+        assert listed[row][:count] == [
+            j for j in range(len(held[row])) if held[row, j] and 128 * j < m - n + 128 * (row + 1)
+        ]

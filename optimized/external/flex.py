@@ -123,6 +123,34 @@ def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> BlockM
     )
 
 
+def bit_mask(words: Tensor, tile_map: Tensor, *, num_keys: int, query_start: int) -> BlockMask:
+    """Query ``i`` of one request sees the keys up to ``query_start + i`` whose bit is set; empty blocks are left out.
+
+    Args:
+        words: ``[n, W]``, int32, of ``topk_mask`` over keys from position 0.
+        tile_map: ``[ceil(n / 128), ceil(32 W / 128)]``, bool, of ``topk_mask`` with tiles of 128 by 128.
+        num_keys: ``m``, at least 1.
+        query_start: Position of the first query.
+    """
+    shift = torch.tensor(query_start, dtype=torch.int32, device=words.device)
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return ((words[query, key >> 5] >> (key & 31)) & 1 == 1) & (key <= query + shift)
+
+    first_key = torch.arange(tile_map.shape[1], device=words.device) * _BLOCK
+    last_query = torch.arange(1, len(tile_map) + 1, device=words.device) * _BLOCK + query_start - 1
+    held = tile_map & (first_key <= last_query[:, None])
+    listed = held.int().argsort(dim=1, descending=True, stable=True).int()
+    return BlockMask.from_kv_blocks(
+        held.sum(dim=1, dtype=torch.int32)[None, None],
+        listed[None, None],
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=sees,
+        seq_lengths=(len(words), num_keys),
+        compute_q_blocks=False,
+    )
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, plan: "AttentionPlan") -> tuple[Tensor, Tensor]:
     """Attend request by request; arguments and results as in ``attention``."""
     prepared = prepared_of(plan)
@@ -159,7 +187,7 @@ def attend_request(
         k: ``[m, H_kv, Dq]``, at least one key.
         v: ``[m, H_kv, Dv]``.
         softmax_scale: Factor on the logits.
-        mask: Of ``causal_mask``, or None.
+        mask: Of ``causal_mask`` or ``bit_mask``, or None.
 
     Returns:
         ``out``, ``[n, H, Dv]``, and ``lse``, ``[n, H]``.
