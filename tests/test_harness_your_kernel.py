@@ -64,13 +64,13 @@ def assay_command(*arguments: str) -> Any:
 
 def test_the_page_has_its_files_and_commands() -> None:
     assert set(named_files()) == {
-        "my_attention.py", "my_mla_prefill.py", "my_declared.py", "my_engine.py", "test_my_kernels.py",
+        "my_attention.py", "my_mla_prefill.py", "my_scores.py", "my_declared.py", "my_engine.py", "test_my_kernels.py",
         "waivers.toml", "pyproject.toml", ".github/workflows/kernels.yml",
     }  # fmt: skip
-    assert [command[0] for command in commands("assay")] == ["list", *["check"] * 6, "report"]
+    assert [command[0] for command in commands("assay")] == ["list", *["check"] * 7, "report"]
 
 
-@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("at", range(5))
 def test_every_kernel_of_the_page_passes_by_the_command_below_it(at: int, folder: Path) -> None:
     check = [command for command in commands("assay") if command[0] == "check" and "--shard" not in command][at]
     result = assay_command(*check, "--device", "cpu", "--out", "run")
