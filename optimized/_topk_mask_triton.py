@@ -10,15 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ._topk_mask_triton_kernel import (
-    CONSTRAINTS,
-    INTERPRETED,
-    PACK,
-    map_kernel,
-    mark_kernel,
-    mark_single_kernel,
-    row_assembly,
-)
+from ._topk_mask_triton_kernel import INTERPRETED, PACK, map_kernel, mark_kernel, mark_single_kernel
 
 if TYPE_CHECKING:
     from .topk_mask import TopkMaskPlan
@@ -27,9 +19,9 @@ if TYPE_CHECKING:
 _ENTRIES, _WORDS = 1024, 64
 # a row of so many words is built in shared memory, of which a program has 48 KiB without asking
 _MAX_SHARED_WORDS = 8192
-_WARP = 32
-# entries of a list that a program of 32 warps can hold
-_MAX_SHARED_ENTRIES = 32 * _WARP * PACK
+# entries of a list that a warp and a program of 32 of them can hold
+_WARP_ENTRIES = 32 * PACK.value
+_MAX_SHARED_ENTRIES = 32 * _WARP_ENTRIES
 
 
 def refusal(device: torch.device) -> str | None:
@@ -70,19 +62,13 @@ def launch(indices: Tensor, plan: "TopkMaskPlan", *, single: bool, in_shared: bo
         return mask
     row_words = _power_of_two(plan.num_words)
     if in_shared:
-        block = max(_WARP * PACK, _power_of_two(plan.topk), row_words)
-        grid, num_warps = (plan.num_queries, 1), block // (_WARP * PACK)
+        block = max(_WARP_ENTRIES, _power_of_two(plan.topk), row_words)
+        grid, num_warps = (plan.num_queries, 1), block // _WARP_ENTRIES
     else:
         block = min(_ENTRIES, _power_of_two(plan.topk))
         grid, num_warps = (plan.num_queries, triton.cdiv(plan.topk, block)), 4
     sizes = (plan.topk, *indices.stride(), plan.num_words)
-    constants = {
-        "BLOCK": block,
-        "ASSEMBLY": row_assembly(row_words) if in_shared else None,
-        "CONSTRAINTS": CONSTRAINTS,
-        "PACK_": PACK,
-        "num_warps": num_warps,
-    }
+    constants = {"BLOCK": block, "ROW_WORDS": row_words if in_shared else 0, "num_warps": num_warps}
     with torch.cuda.device_of(indices):
         if single:
             first, behind = plan.key_starts[0], plan.key_starts[0] + plan.key_lens[0]

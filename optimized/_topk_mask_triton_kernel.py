@@ -5,24 +5,23 @@ Launched by ``_topk_mask_triton.py``.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
-import functools
-
 import triton
 import triton.language as tl
 
 # entries and words that a thread holds when a row is built in shared memory
-PACK = 16
-CONSTRAINTS = ",".join(["=&r"] * PACK + ["r"] * 2 * PACK)
+PACK: tl.constexpr = tl.constexpr(16)
+_CONSTRAINTS: tl.constexpr = tl.constexpr(",".join(["=&r"] * PACK.value + ["r"] * (2 * PACK.value)))
 
 
-@functools.cache
-def row_assembly(row_words: int) -> str:
+@triton.constexpr_function
+def row_assembly(row_words):
     """PTX that builds one row of words in shared memory, run once by each thread of a program.
 
     A thread gets ``PACK`` keys (negative: none) and the numbers of ``PACK`` words, which it clears first and reads in
     the end. A word past the row is left alone and reads 0. Results are operands 0 .. PACK - 1; keys, then words follow.
     """
-    keys, words = range(PACK, 2 * PACK), range(2 * PACK, 3 * PACK)
+    pack = PACK.value
+    keys, words = range(pack, 2 * pack), range(2 * pack, 3 * pack)
     lines = [
         f".shared .align 4 .b32 row[{row_words}];",
         ".reg .pred inside;",
@@ -68,11 +67,13 @@ def _mark_row(
     stride_indices_j,
     num_words,
     BLOCK: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-    CONSTRAINTS: tl.constexpr,
-    PACK_: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
 ):
-    """Set the bits of one query's entries, all of them or the block of them that is this program's."""
+    """Set the bits of one query's entries.
+
+    All of them in a row in shared memory of ``ROW_WORDS`` words; or, if that is 0, those of this program's block by
+    atomic operations.
+    """
     query = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     entries = tl.program_id(1) * BLOCK + lane
@@ -81,7 +82,7 @@ def _mark_row(
     # compared before they are subtracted, as the difference of the smallest number would wrap; no bound is negative
     valid = (index >= first_key) & (index < behind_key)
     row_ptr = mask_ptr + query * num_words
-    if ASSEMBLY is None:
+    if ROW_WORDS == 0:
         key = tl.where(valid, index - first_key, 0)
         bit = tl.full([BLOCK], 1, tl.int32) << (key & 31)
         tl.atomic_or(row_ptr + (key >> 5), bit, mask=valid, sem="relaxed")
@@ -89,7 +90,8 @@ def _mark_row(
         key = tl.where(valid, index - first_key, -1)
         # neighbouring threads get neighbouring words, whatever the layout of their entries
         word = lane % 4 * (BLOCK // 4) + lane // 4
-        bits = tl.inline_asm_elementwise(ASSEMBLY, CONSTRAINTS, [key, word], dtype=tl.int32, is_pure=False, pack=PACK_)
+        assembly: tl.constexpr = row_assembly(ROW_WORDS)
+        bits = tl.inline_asm_elementwise(assembly, _CONSTRAINTS, [key, word], dtype=tl.int32, is_pure=False, pack=PACK)
         tl.store(row_ptr + word, bits, mask=word < num_words)
 
 
@@ -104,14 +106,12 @@ def mark_single_kernel(
     stride_indices_j,
     num_words,
     BLOCK: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-    CONSTRAINTS: tl.constexpr,
-    PACK_: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
 ):
     """A row of the only request."""
     _mark_row(
         indices_ptr, mask_ptr, first_key, behind_key, topk, stride_indices_t, stride_indices_j, num_words,
-        BLOCK, ASSEMBLY, CONSTRAINTS, PACK_,
+        BLOCK, ROW_WORDS,
     )  # fmt: skip
 
 
@@ -126,9 +126,7 @@ def mark_kernel(
     stride_indices_j,
     num_words,
     BLOCK: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-    CONSTRAINTS: tl.constexpr,
-    PACK_: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
 ):
     """A row of any request."""
     request = tl.load(request_of_query_ptr + tl.program_id(0))
@@ -136,7 +134,7 @@ def mark_kernel(
     behind_key = tl.load(key_bounds_ptr + 2 * request + 1)
     _mark_row(
         indices_ptr, mask_ptr, first_key, behind_key, topk, stride_indices_t, stride_indices_j, num_words,
-        BLOCK, ASSEMBLY, CONSTRAINTS, PACK_,
+        BLOCK, ROW_WORDS,
     )  # fmt: skip
 
 
