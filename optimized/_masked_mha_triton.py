@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ._attention_triton import Tile, _preferred_tiles, _shared_memory, block_widths, takes_descriptors
+from ._attention_triton import NARROW_TILES, Tile, _preferred_tiles, _shared_memory, block_widths, takes_descriptors
 from ._masked_mha_triton_kernel import list_kernel, masked_mha_kernel
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ def refusal(shape: "AttentionShape", num_requests: int) -> str | None:
         return "no CUDA device is available"
     if not INTERPRETED and torch.cuda.get_device_capability(shape.device) < (8, 0):
         return f"compute capability 8.0 is needed, got {torch.cuda.get_device_capability(shape.device)}"
+    if not INTERPRETED and torch.cuda.get_device_capability(shape.device) >= (10, 0):
+        return "triton 3.6 and 3.7 fail to compile the kernel for compute capability 10 and later"
     if max(shape.num_heads, num_requests) > 65535:
         return f"at most 65535 heads and requests fit in a grid, got {shape.num_heads} and {num_requests}"
     if choose_tile(shape) is None:
@@ -58,7 +60,10 @@ def choose_tile(shape: "AttentionShape") -> Tile | None:
         return Tile(32, 32, 1, 4)
     main, rest, block_v = block_widths(shape.head_dim_qk, shape.head_dim_v)
     available = _shared_memory(shape.device)
-    for tile in (*_preferred_tiles(main + rest + block_v, block_v, shape.dtype.itemsize), Tile(16, 32, 1, 4)):
+    padded = main + rest + block_v != shape.head_dim_qk + shape.head_dim_v
+    # of padded heads, wider tiles are miscompiled unless a descriptor loads them, see _attention_triton.NARROW_TILES
+    best = NARROW_TILES[:1] if padded else _preferred_tiles(main + rest + block_v, block_v, shape.dtype.itemsize)
+    for tile in (*best, Tile(16, 32, 1, 4)):
         elements = tile.block_m * (main + rest) + tile.num_stages * tile.block_n * (main + rest + block_v)
         words = tile.num_stages * tile.block_m * tile.block_n // 32
         # a tile of keys takes whole words

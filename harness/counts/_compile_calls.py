@@ -4,11 +4,14 @@ import torch
 from torch import Tensor
 
 from ...optimized.attention import AttentionShape, attention, merge_into, plan_attention
+from ...optimized.indexer import IndexerShape, indexer, plan_indexer
 from ...optimized.kda import Gate, KdaShape, kda, plan_kda, plan_kda_batch
 from ...optimized.kda_step import kda_step, plan_kda_step
+from ...optimized.masked_mha import masked_mha, plan_masked_mha
 from ...optimized.mla_prefill import MlaShape, plan_mla_prefill
 from ...optimized.sparse_mla import SparseMlaShape, plan_sparse_mla, sparse_mla
 from ...optimized.token_scores import Mode, plan_token_scores, token_scores
+from ...optimized.topk_mask import plan_topk_mask, topk_mask
 from .standin_device import DEVICE
 
 # counts and strides are specialised by divisibility alone: these are as even as those of models
@@ -81,6 +84,53 @@ def attend_selection(*, implementation: str, h_q: int, d_qk: int) -> None:
         plan=plan,
         attn_sink=torch.zeros(h_q, device=DEVICE) if unified else None,
         out=torch.zeros(s_q, 128, 512, dtype=torch.bfloat16, device=DEVICE)[:, :h_q],
+    )
+
+
+def pack_selection(*, requests: int) -> None:
+    """Pack the lists of 2048 keys a query into bits, with a map of their tiles."""
+    queries = 256
+    plan = plan_topk_mask(
+        torch.arange(0, queries + 1, queries // requests, dtype=torch.int32),
+        torch.full((requests,), TOKENS, dtype=torch.int32),
+        topk=2048,
+        device=DEVICE,
+        tile=(128, 64),
+        implementation="triton",
+    )
+    topk_mask(torch.zeros(queries, 2048, dtype=torch.int32, device=DEVICE), plan=plan)
+
+
+def attend_masked(*, head_dim_qk: int, head_dim_v: int, aligned: bool) -> None:
+    """Attend one request to the keys of a mask."""
+    q, k, v = (_tokens(width, "bfloat16", aligned=aligned) for width in (head_dim_qk, head_dim_qk, head_dim_v))
+    shape = AttentionShape(
+        device=DEVICE,
+        dtype=q.dtype,
+        num_heads=HEADS,
+        num_kv_heads=HEADS,
+        head_dim_qk=head_dim_qk,
+        head_dim_v=head_dim_v,
+    )
+    cu_seqlens = torch.tensor([0, TOKENS], dtype=torch.int32)
+    plan = plan_masked_mha(cu_seqlens, cu_seqlens, shape=shape, implementation="triton")
+    mask = torch.zeros(TOKENS, TOKENS // 32, dtype=torch.int32, device=DEVICE)
+    tile_map = None
+    if plan.tile is not None:
+        tile_map = torch.zeros(plan.num_tiles, TOKENS // plan.tile[1], dtype=torch.bool, device=DEVICE)
+    masked_mha(q, k, v, mask, softmax_scale=head_dim_qk**-0.5, plan=plan, tile_map=tile_map)
+
+
+def choose_keys() -> None:
+    """Score the keys of one request with the index heads of DeepSeek-V3.2, and choose 2048 for each query."""
+    tokens, heads, width = 4096, 64, 128
+    shape = IndexerShape(device=DEVICE, dtype=torch.bfloat16, num_heads=heads, head_dim=width, topk=2048)
+    cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32)
+    indexer(
+        torch.zeros(tokens, heads, width, dtype=torch.bfloat16, device=DEVICE),
+        torch.zeros(tokens, width, dtype=torch.bfloat16, device=DEVICE),
+        torch.zeros(tokens, heads, device=DEVICE),
+        plan=plan_indexer(cu_seqlens, cu_seqlens, shape=shape, implementation="triton"),
     )
 
 

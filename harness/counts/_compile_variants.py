@@ -67,7 +67,7 @@ def builds() -> list[Build]:
     merges = [
         _merge(arch, width) for arch in ARCHITECTURES for width in ((128, 256, 40) if arch == "sm_90a" else (128,))
     ]
-    return [*hopper, *others, *merges, *scores, *_selections(), *_recurrences()]
+    return [*hopper, *others, *merges, *scores, *_selections(), *_masks(), *_recurrences()]
 
 
 def _one_of_each_kind(arch: str) -> Iterator[Build]:
@@ -139,6 +139,30 @@ def _selection(arch: str, kernel: str, implementation: str, h_q: int, d_qk: int)
         call=f"{_CALLS}:attend_selection",
         arguments={"implementation": implementation, "h_q": h_q, "d_qk": d_qk},
     )
+
+
+def _masks() -> Iterator[Build]:
+    """The mask of a selection for one request and for many, attention under it, and the indexer that selects."""
+    folder = "_topk_mask_triton_kernel"
+    for requests, kernels in ((1, ("mark_single_kernel", "map_kernel")), (8, ("mark_kernel",))):
+        for kernel in kernels:
+            yield _plain(
+                "sm_90a", f"{folder}.{kernel}", f"{requests} requests", "topk_mask", "pack_selection", requests=requests
+            )
+    yield _plain("sm_90a", "_indexer_triton.score_kernel", "64 heads of 128 bfloat16", "indexer", "choose_keys")
+    # for Blackwell the masked kernel is refused: it does not compile
+    for arch in ("sm_80", "sm_90a"):
+        for aligned in (True, False) if arch == "sm_90a" else (True,):
+            for kernel in ("masked_mha_kernel", "list_kernel") if aligned else ("masked_mha_kernel",):
+                variant = "192/128 bfloat16" + ("" if aligned else ", unaligned")
+                sizes = {"head_dim_qk": 192, "head_dim_v": 128, "aligned": aligned}
+                yield _plain(
+                    arch, f"_masked_mha_triton_kernel.{kernel}", variant, "masked_mha", "attend_masked", **sizes
+                )
+
+
+def _plain(arch: str, kernel: str, variant: str, op: str, call: str, **arguments: Any) -> Build:
+    return Build(arch=arch, kernel=kernel, variant=variant, ops=(op,), call=f"{_CALLS}:{call}", arguments=arguments)
 
 
 def _recurrences() -> Iterator[Build]:
