@@ -11,7 +11,7 @@ from torch import Tensor
 
 from assay.optimized import _masked_mha_torch as clean
 from assay.optimized import _masked_mha_triton as host
-from assay.optimized.attention import AttentionShape, merge_states
+from assay.optimized.attention import merge_states
 from assay.optimized.masked_mha import MaskedMhaPlan, masked_mha, plan_masked_mha
 from assay.reference.masked_mha import masked_mha as oracle
 
@@ -393,18 +393,3 @@ def test_equals_the_oracle_of_the_room_below_on_its_own_arguments() -> None:
     given = masked_inputs((3,), (9,), dtype=torch.float64)
     rest = {name: value for name, value in given.items() if name != "indices"}
     torch.testing.assert_close(answered(given, planned(given)), oracle(**rest), rtol=1e-12, atol=1e-13)
-
-
-def test_what_triton_cannot_compile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = AttentionShape(
-        device=torch.device("cuda", 0),
-        dtype=torch.bfloat16,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim_qk=192,
-        head_dim_v=128,
-    )
-    monkeypatch.setattr(host, "INTERPRETED", False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
-    assert "fail to compile the kernel for compute capability 10" in (host.refusal(shape, 1) or "")
