@@ -38,11 +38,13 @@ def chunkwise_kda(
 
         O = scale ((q exp G) S + P V'),     S = diag(exp(G_C)) S + (k exp(G_C - G))^T V'
 
+    All tensors have one floating dtype, and so have the results.
+
     Args:
         q: ``[T, HV, K]``.
         k: ``[T, HV, K]``.
         v: ``[T, HV, V]``.
-        g: ``[T, HV, K]``, natural log of the decay.
+        g: ``[T, HV, K]``, natural log of the decay; finite, since sums of it are subtracted.
         beta: ``[T, HV]``.
         state: ``[HV, K, V]``.
         scale: Factor on the output.
@@ -51,6 +53,9 @@ def chunkwise_kda(
 
     Returns:
         ``out``, ``[T, HV, V]``, and the state after the last token.
+
+    Raises:
+        ValueError: If there is no such order.
     """
     if order not in ORDERS:
         raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
@@ -80,6 +85,8 @@ def affine_map(k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, T
     ::
 
         M = prod_t (I - beta_t k_t k_t^T) diag(exp(g_t)),     B = the state that the run leaves of zero
+
+    Later factors stand on the left. All tensors have one floating dtype, and so have the results.
 
     Args:
         k: ``[T, HV, K]``.

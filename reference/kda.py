@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 GATES = ("bounded", "softplus", "log")
+# of a bounded gate
+LEAST_LOWER_BOUND = -5.0
 NORM_EPS = 1e-6
 
 
@@ -33,13 +35,21 @@ def log_decay(
     Args:
         g: ``[T, HV, K]``, raw logits; under ``log`` the decay itself.
         gate: ``bounded``, ``softplus`` or ``log``.
-        A_log: ``[HV]``, logarithm of an amplitude; None for an amplitude of 1.
-        dt_bias: ``[HV, K]``, added to the logits; None for none.
-        lower_bound: Of the decay under ``bounded``, in ``[-5, 0)``.
+        A_log: ``[HV]``, dtype of ``g``, logarithm of an amplitude; None for an amplitude of 1. Not read under ``log``.
+        dt_bias: ``[HV, K]``, dtype of ``g``, added to the logits; None for none. Not read under ``log``.
+        lower_bound: Of the decay under ``bounded``, in ``[-5, 0)``; None else.
 
     Returns:
-        ``[T, HV, K]``.
+        ``[T, HV, K]``, dtype of ``g``.
+
+    Raises:
+        ValueError: If there is no such gate, a bounded one has no lower bound or one outside ``[-5, 0)``, or another
+            has one.
     """
+    if gate not in GATES:
+        raise ValueError(f"gate must be one of {', '.join(GATES)}, got {gate!r}")
+    if gate != "bounded" and lower_bound is not None:
+        raise ValueError(f"lower_bound must be None for the gate {gate}, got {lower_bound}")
     if gate == "log":
         return g
     logits = g if dt_bias is None else g + dt_bias
@@ -48,6 +58,8 @@ def log_decay(
         return -amplitude * torch.logaddexp(logits, torch.zeros_like(logits))
     if lower_bound is None:
         raise ValueError("lower_bound must be given for a bounded gate, got None")
+    if not LEAST_LOWER_BOUND <= lower_bound < 0:
+        raise ValueError(f"lower_bound must be in [{LEAST_LOWER_BOUND:g}, 0), got {lower_bound}")
     return lower_bound * torch.sigmoid(amplitude * logits)
 
 
@@ -66,6 +78,8 @@ def transformed(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What the recurrence takes: queries and keys of every value head, the log decay, the write strength.
 
+    All tensors have one floating dtype, and so have the results.
+
     Args:
         q: ``[T, H, K]``; value head ``h`` uses head ``h // (HV / H)``, as of ``k``.
         k: ``[T, H, K]``.
@@ -80,6 +94,9 @@ def transformed(
 
     Returns:
         ``q`` and ``k``, ``[T, HV, K]``, ``g``, ``[T, HV, K]``, natural log, and ``beta``, ``[T, HV]``.
+
+    Raises:
+        ValueError: As ``log_decay``.
     """
     if qk_l2norm:
         q, k = normalised(q), normalised(k)
@@ -99,6 +116,8 @@ def recurrence(
         S   = diag(exp(g_t)) S                     forget, each key channel at its own rate
         S   = S + beta_t k_t (v_t - S^T k_t)^T     correct what S recalls for k_t
         o_t = scale S^T q_t                        read
+
+    All tensors have one floating dtype, and so have the results.
 
     Args:
         q: ``[T, HV, K]``.
@@ -150,7 +169,8 @@ def kda(
     """Apply the gated delta rule to each sequence of a packed batch; return ``(out, final_state, checkpoint_states)``.
 
     The rule is that of ``recurrence``. A sequence without tokens hands its initial state on. Rows past the
-    last sequence are read by nobody, and are zero in the output.
+    last sequence are read by nobody, and are zero in the output. All tensors but the integer ones have one floating
+    dtype, and so have the results.
 
     Args:
         q: ``[T, H, K]``, packed; before normalisation, if ``qk_l2norm``.
@@ -163,14 +183,19 @@ def kda(
         gate: ``bounded``, ``softplus`` or ``log``, see ``log_decay``.
         A_log: ``[HV]`` or None.
         dt_bias: ``[HV, K]`` or None.
-        lower_bound: Of a bounded gate.
+        lower_bound: Of a bounded gate, in ``[-5, 0)``; None else.
         beta_is_logits: Whether ``beta`` goes through a sigmoid.
         qk_l2norm: Whether queries and keys are divided by ``sqrt(sum x^2 + 1e-6)``.
         initial_state: ``[N, HV, K, V]``; zeros without.
-        checkpoints: ``[M, 2]``, integer: of which sequence, and after how many of its tokens, a state is wanted.
+        checkpoints: ``[M, 2]``, integer: of which sequence, and after how many of its tokens, a state is wanted;
+            0 for the initial one.
 
     Returns:
         ``out``, ``[T, HV, V]``, ``final_state``, ``[N, HV, K, V]``, and ``checkpoint_states``, ``[M, HV, K, V]``.
+
+    Raises:
+        ValueError: As ``log_decay``, or if there is not one initial state a sequence, or a checkpoint names a sequence
+            or a number of tokens that there is not.
 
     Source: Kimi Linear (arXiv 2510.26692).
     """
@@ -191,6 +216,11 @@ def kda(
     state = v.new_zeros(size) if initial_state is None else initial_state
     out, final_state = torch.zeros_like(v), torch.zeros_like(state)
     wanted = [] if checkpoints is None else checkpoints.tolist()
+    if len(state) != size[0]:
+        raise ValueError(f"initial_state must have {size[0]} states, one a sequence, got {len(state)}")
+    for owner, tokens in wanted:
+        if not (0 <= owner < size[0] and 0 <= tokens <= bounds[owner + 1] - bounds[owner]):
+            raise ValueError(f"checkpoints must name a sequence and at most its tokens, got {[owner, tokens]}")
     checkpoint_states = state.new_zeros(len(wanted), *size[1:])
     for sequence in range(size[0]):
         first, current = bounds[sequence], state[sequence]

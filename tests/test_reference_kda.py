@@ -240,8 +240,40 @@ def test_gates_have_their_closed_forms() -> None:
     assert log_decay(far, gate="bounded", lower_bound=-5.0).tolist() == [[[0.0], [-5.0]]]
     slow = log_decay(zero - 30.0, gate="softplus")
     assert float(slow[0, 0, 0]) == pytest.approx(-math.exp(-30.0), rel=1e-12)
-    with pytest.raises(ValueError, match="lower_bound must be given"):
-        log_decay(zero, gate="bounded")
+
+
+@pytest.mark.parametrize(
+    ("gate", "lower_bound", "text"),
+    [
+        ("Softplus", None, "gate must be one of bounded, softplus, log, got 'Softplus'"),
+        ("", -5.0, "gate must be one of bounded, softplus, log, got ''"),
+        ("bounded", None, "lower_bound must be given for a bounded gate, got None"),
+        ("bounded", -5.01, r"lower_bound must be in \[-5, 0\), got -5.01"),
+        ("bounded", 0.0, r"lower_bound must be in \[-5, 0\), got 0.0"),
+        ("bounded", math.nan, r"lower_bound must be in \[-5, 0\), got nan"),
+        ("softplus", -5.0, "lower_bound must be None for the gate softplus, got -5.0"),
+        ("log", -5.0, "lower_bound must be None for the gate log, got -5.0"),
+    ],
+)
+def test_gates_that_are_refused(gate: str, lower_bound: float | None, text: str) -> None:
+    given = kda_inputs([3]) | {"gate": gate, "lower_bound": lower_bound}
+    with pytest.raises(ValueError, match=text):
+        kda(**given)
+
+
+@pytest.mark.parametrize("checkpoint", [[2, 0], [-1, 0], [0, 4], [1, 1], [0, -1]])
+def test_checkpoints_that_are_nowhere_are_refused(checkpoint: list[int]) -> None:
+    given = kda_inputs([3, 0])
+    with pytest.raises(ValueError, match=rf"checkpoints must .* got \[{checkpoint[0]}, {checkpoint[1]}\]"):
+        kda(**given, checkpoints=torch.tensor([[0, 3], [1, 0], checkpoint]))
+
+
+@pytest.mark.parametrize("states", [1, 3])
+def test_more_or_fewer_states_than_sequences_are_refused(states: int) -> None:
+    given = kda_inputs([3, 2])
+    given["initial_state"] = given["initial_state"][:1].expand(states, -1, -1, -1)
+    with pytest.raises(ValueError, match=f"initial_state must have 2 states, one a sequence, got {states}"):
+        kda(**given)
 
 
 def test_the_root_holds_the_epsilon() -> None:
