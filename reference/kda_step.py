@@ -32,7 +32,8 @@ def kda_step(
     Sequence ``n`` starts from the slot ``slot_table[n, num_accepted[n] - 1]``, where its last accepted token left its
     state, and the state after its token ``t`` goes to the slot ``slot_table[n, t]``. Nothing is ever undone: the next
     step picks another column. A sequence that would start from slot -1 is padding: its output is zero, and it leaves no
-    state. A state whose slot is -1 is dropped. Without tokens a sequence reads and writes nothing.
+    state. A state whose slot is -1 is dropped. Without tokens a sequence reads and writes nothing. All tensors but the
+    integer ones have one floating dtype, and so have the results.
 
     Args:
         q: ``[T, H, K]``, packed.
@@ -44,17 +45,21 @@ def kda_step(
         cu_seqlens: ``[N + 1]``, integer; sequence ``n`` owns rows ``cu[n] .. cu[n + 1] - 1``, at most one a column of
             the table. Rows past the last are zero in the output.
         state_pool: ``[slots, HV, K, V]``; no slot belongs to two sequences.
-        slot_table: ``[N, C]``, integer.
+        slot_table: ``[N, C]``, integer, -1 to ``slots - 1``.
         num_accepted: ``[N]``, integer, 1 to ``C``; 1 for all without.
         gate: As in ``kda``, like the arguments below.
         A_log: ``[HV]`` or None.
         dt_bias: ``[HV, K]`` or None.
-        lower_bound: Of a bounded gate.
+        lower_bound: Of a bounded gate, in ``[-5, 0)``; None else.
         beta_is_logits: Whether ``beta`` goes through a sigmoid.
         qk_l2norm: Whether queries and keys are normalised.
 
     Returns:
         ``out``, ``[T, HV, V]``, and the pool afterwards, a new tensor.
+
+    Raises:
+        ValueError: As ``kda`` of its gate, or if ``slot_table`` has not one row a sequence, or a number of accepted
+            tokens is not one of its columns.
 
     Source: the state table of speculative decoding in vLLM and flash-linear-attention.
     """
@@ -72,10 +77,15 @@ def kda_step(
     )
     out, pool = torch.zeros_like(v), state_pool.clone()
     bounds = cu_seqlens.tolist()
-    accepted = [1] * (len(bounds) - 1) if num_accepted is None else num_accepted.tolist()
-    for sequence, slots in enumerate(slot_table.tolist()):
+    sequences, columns = len(bounds) - 1, slot_table.shape[1]
+    if len(slot_table) != sequences:
+        raise ValueError(f"slot_table must have {sequences} rows, one a sequence, got {len(slot_table)}")
+    accepted = [1] * sequences if num_accepted is None else num_accepted.tolist()
+    for sequence, (slots, count) in enumerate(zip(slot_table.tolist(), accepted, strict=True)):
+        if not 1 <= count <= columns:
+            raise ValueError(f"num_accepted must be 1 to {columns}, got {count} at sequence {sequence}")
         rows = slice(bounds[sequence], bounds[sequence + 1])
-        start = slots[accepted[sequence] - 1]
+        start = slots[count - 1]
         if start < 0:
             continue
         steps = recurrence(q[rows], k[rows], v[rows], g[rows], beta[rows], state_pool[start], scale=scale)
@@ -115,7 +125,8 @@ def kda_mixed_step(
     The tokens of the step lie in the order of the layer. Those named by ``spec_tokens`` are speculative and go through
     ``kda_step``. Those named by ``plain_tokens`` are prefill or plain decoding: sequence ``n`` starts from its slot, or
     from zero where ``has_initial_state[n]`` is false, whatever the slot holds, and leaves its last state there. Without
-    tokens its slot stays as it is.
+    tokens its slot stays as it is. Padding is a row that nobody names. All tensors but the tables have one floating
+    dtype, and so have the results.
 
     Args:
         q: ``[T, H, K]``, like the other tensors in the order of the layer.
@@ -127,21 +138,24 @@ def kda_mixed_step(
         spec_tokens: ``[Ts]``, integer, rows of the speculative tokens, sequence after sequence.
         spec_cu_seqlens: ``[Ns + 1]``, integer, offsets in ``spec_tokens``.
         spec_slots: ``[Ns, C]``, integer, as in ``kda_step``.
-        num_accepted: ``[Ns]``, integer.
+        num_accepted: ``[Ns]``, integer, 1 to ``C``.
         plain_tokens: ``[Tp]``, integer, rows of the other tokens.
         plain_cu_seqlens: ``[Np + 1]``, integer, offsets in ``plain_tokens``.
-        plain_slots: ``[Np]``, integer.
+        plain_slots: ``[Np]``, integer, ``0 .. slots - 1``; not read of a sequence without tokens.
         has_initial_state: ``[Np]``, bool.
         scale: As in ``kda``, like the arguments below.
         gate: One of its gates.
         A_log: ``[HV]`` or None.
         dt_bias: ``[HV, K]`` or None.
-        lower_bound: Of a bounded gate.
+        lower_bound: Of a bounded gate, in ``[-5, 0)``; None else.
         beta_is_logits: Whether ``beta`` goes through a sigmoid.
         qk_l2norm: Whether queries and keys are normalised.
 
     Returns:
         ``out``, ``[T, HV, V]``, zero in rows that nobody names, and the pool afterwards, a new tensor.
+
+    Raises:
+        ValueError: As ``kda`` and ``kda_step``, or if a plain sequence with tokens has a slot that the pool has not.
     """
     layer: dict[str, Any] = {
         "scale": scale,
@@ -151,6 +165,10 @@ def kda_mixed_step(
         "lower_bound": lower_bound,
     }
     layer |= {"beta_is_logits": beta_is_logits, "qk_l2norm": qk_l2norm}
+    filled = plain_cu_seqlens.diff() > 0
+    for slot in plain_slots[filled].tolist():
+        if not 0 <= slot < len(state_pool):
+            raise ValueError(f"plain_slots must hold 0 .. {len(state_pool) - 1}, got {slot}")
     spec, plain = ([x[rows] for x in (q, k, v, g, beta)] for rows in (spec_tokens, plain_tokens))
     out = torch.zeros_like(v)
     out[spec_tokens], pool = kda_step(
@@ -162,8 +180,8 @@ def kda_mixed_step(
         **layer,
     )
     known = has_initial_state[:, None, None, None]
-    initial_state = state_pool[plain_slots].where(known, torch.zeros_like(state_pool[:1]))
+    # a sequence without tokens may name any slot
+    initial_state = state_pool[plain_slots.where(filled, 0)].where(known, torch.zeros_like(state_pool[:1]))
     out[plain_tokens], final_state, _ = kda(*plain, cu_seqlens=plain_cu_seqlens, initial_state=initial_state, **layer)
-    filled = plain_cu_seqlens.diff() > 0
     pool[plain_slots[filled]] = final_state[filled]
     return out, pool

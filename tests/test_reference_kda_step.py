@@ -116,3 +116,35 @@ def test_a_mixed_step_is_its_sequences_apart() -> None:
     assert not out[10].any()
     untouched = [0, 3, 6, 9, 11]
     assert torch.equal(pool[untouched], before[untouched])
+
+
+def test_a_slot_of_a_plain_sequence_without_tokens_is_not_read() -> None:
+    given = step_inputs([11], seed=6)
+    del given["cu_seqlens"]
+    expected = kda_mixed_step(**given, **MIXED)
+    for slot in (-1, 12):
+        slots = {"plain_slots": torch.tensor([4, slot, 8])}
+        for got, same in zip(kda_mixed_step(**given, **MIXED | slots), expected, strict=True):
+            assert torch.equal(got, same)
+
+
+@pytest.mark.parametrize("slot", [-1, 12])
+def test_a_plain_sequence_has_a_slot_of_the_pool(slot: int) -> None:
+    given = step_inputs([11], seed=6)
+    del given["cu_seqlens"]
+    with pytest.raises(ValueError, match=f"plain_slots must hold 0 .. 11, got {slot}"):
+        kda_mixed_step(**given, **MIXED | {"plain_slots": torch.tensor([4, 6, slot])})
+
+
+@pytest.mark.parametrize("accepted", [-1, 0, 3])
+def test_a_number_of_accepted_tokens_is_a_column(accepted: int) -> None:
+    given, table = step_inputs([1, 2]), torch.tensor([[7, 2], [9, 4]])
+    with pytest.raises(ValueError, match=f"num_accepted must be 1 to 2, got {accepted} at sequence 1"):
+        kda_step(**given, slot_table=table, num_accepted=torch.tensor([2, accepted]))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_table_has_a_row_a_sequence(rows: int) -> None:
+    table = torch.tensor([[7], [2], [9]])[:rows]
+    with pytest.raises(ValueError, match=f"slot_table must have 2 rows, one a sequence, got {rows}"):
+        kda_step(**step_inputs([1, 1]), slot_table=table)
