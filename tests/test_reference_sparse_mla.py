@@ -188,6 +188,19 @@ def test_an_empty_cache_is_legal() -> None:
     assert lse.tolist() == max_logits.tolist() == [[-INF] * 3] * 7
 
 
+def test_lists_without_entries_are_legal() -> None:
+    given = inputs()
+    out, lse, max_logits = sparse_mla(**given | {"indices": given["indices"][:, :0], "topk_length": None})
+    assert torch.equal(out, torch.zeros(7, 3, 4).double())
+    assert lse.tolist() == max_logits.tolist() == [[-INF] * 3] * 7
+
+
+@pytest.mark.parametrize("d_v", [-1, 0, 7])
+def test_a_value_has_columns_of_the_cache(d_v: int) -> None:
+    with pytest.raises(ValueError, match=f"d_v must be 1 to 6, got {d_v}"):
+        sparse_mla(**inputs() | {"d_v": d_v})
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_the_dtype_of_the_inputs_is_kept(dtype: torch.dtype) -> None:
     given = in_dtype(inputs(), dtype)
@@ -197,11 +210,20 @@ def test_the_dtype_of_the_inputs_is_kept(dtype: torch.dtype) -> None:
 def test_gradients_are_those_of_finite_differences() -> None:
     given = inputs(s_q=4) | {"topk_length": None}
     given["indices"] = torch.tensor([[1, 5, 5, -1], [0, 3, 2, 7], [-1, -1, -1, -1], [9, -1, 11, 9]])
-    given["attn_sink"] = torch.tensor([0.2, 1.0, -0.5]).double()
-    leaves = [given.pop(name).requires_grad_() for name in ("q", "kv")]
+    # one sink takes nothing, also beside the query without a valid entry
+    given["attn_sink"] = torch.tensor([0.2, 1.0, -INF]).double()
+    leaves = [given.pop(name).requires_grad_() for name in ("q", "kv", "attn_sink")]
 
-    def run(q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse, _ = sparse_mla(q, kv, **given)
+    def run(q: Tensor, kv: Tensor, attn_sink: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse, _ = sparse_mla(q, kv, attn_sink=attn_sink, **given)
         return out, lse[:2]
 
     assert torch.autograd.gradcheck(run, tuple(leaves))
+
+
+def test_a_sink_without_weight_has_no_gradient() -> None:
+    """Also of a query without a valid entry, where the difference of the logarithms is NaN."""
+    sink = torch.tensor([-INF, INF, 0.0]).requires_grad_()
+    share_beside_sink(torch.tensor([[-INF] * 3, [0.0] * 3]), sink).sum().backward()
+    assert sink.grad is not None
+    assert sink.grad.tolist() == [0.0, 0.0, -0.25]
