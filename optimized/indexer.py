@@ -133,8 +133,9 @@ def indexer(q: Tensor, k: Tensor, weights: Tensor, *, plan: IndexerPlan) -> tupl
 
     Args:
         q: ``[T, H, D]``, packed index queries, any strides.
-        k: ``[S, D]``, dtype of ``q``; index keys, one for all heads, any strides.
-        weights: ``[T, H]``, float32 (float64 for float64 inputs), with every constant factor in them; may be negative.
+        k: ``[S, D]``, dtype of ``q``; index keys, one for all heads, any strides. A scale of each key, as of a
+            quantised one, must be folded into them: the weights have no place for it.
+        weights: ``[T, H]``, float32 (float64 for float64 inputs), with every other factor in them; may be negative.
         plan: Of ``plan_indexer``, for these lengths.
 
     Returns:

@@ -15,9 +15,11 @@ def index_scores(q: Tensor, k: Tensor, weights: Tensor, last_key: Tensor) -> Ten
     A weight may be negative, and so may a score.
 
     Args:
-        q: ``[T, H, D]``, index queries.
-        k: ``[S, D]``, index keys, one for all heads.
-        weights: ``[T, H]``, with every constant factor in them: that of the heads, of the head size, of quantisation.
+        q: ``[T, H, D]``, floating, index queries.
+        k: ``[S, D]``, dtype of ``q``; index keys, one for all heads. A scale of each key, as of a quantised one, must
+            be folded into them: the weights have no place for it.
+        weights: ``[T, H]``, dtype of ``q``, with every other factor in them: that of the heads, of the head size, of
+            quantised queries.
         last_key: ``[T]``, integer; the last key that each query sees, -1 for none.
 
     Returns:
@@ -35,12 +37,17 @@ def best_keys(scores: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     with fewer visible keys has all of them, then -1 with a score of ``-inf``.
 
     Args:
-        scores: ``[T, S]``, ``-inf`` where hidden, never NaN.
-        topk: Entries of a list.
+        scores: ``[T, S]``, floating, ``-inf`` where hidden, never NaN.
+        topk: Entries of a list, at least 1.
 
     Returns:
-        ``topk_indices``, ``[T, topk]``, int32, and ``topk_scores``, ``[T, topk]``.
+        ``topk_indices``, ``[T, topk]``, int32, and ``topk_scores``, ``[T, topk]``, dtype of the scores.
+
+    Raises:
+        ValueError: If ``topk`` is not positive.
     """
+    if topk < 1:
+        raise ValueError(f"topk must be positive, got {topk}")
     ordered, keys = torch.sort(scores, dim=-1, descending=True, stable=True)
     missing = max(0, topk - scores.shape[1])
     ordered = torch.nn.functional.pad(ordered[:, :topk], (0, missing), value=float("-inf"))
@@ -61,16 +68,19 @@ def indexer(
     Of ``n`` queries and ``m`` keys of a request, query ``i`` sees keys ``0 .. i + m - n`` (aligned to the end).
 
     Args:
-        q: ``[T, H, D]``, the index queries of all requests one after the other.
-        k: ``[S, D]``, index keys, one for all heads.
-        weights: ``[T, H]``, with every constant factor in them.
-        topk: Entries of a list.
-        cu_seqlens_q: ``[N + 1]``, integer; request ``r`` owns queries ``cu[r] .. cu[r + 1] - 1``.
+        q: ``[T, H, D]``, floating, the index queries of all requests one after the other.
+        k: ``[S, D]``, dtype of ``q``; index keys, one for all heads, with the scale of each folded in.
+        weights: ``[T, H]``, dtype of ``q``, with every other factor in them, see ``index_scores``.
+        topk: Entries of a list, at least 1.
+        cu_seqlens_q: ``[N + 1]``, integer; request ``r`` owns queries ``cu[r] .. cu[r + 1] - 1``, and ``cu[N] = T``.
         cu_seqlens_k: ``[N + 1]``, integer; the same for keys.
 
     Returns:
         ``topk_indices``, ``[T, topk]``, int32, positions among the keys of the query's own request, -1 where no key
         is left; and ``topk_scores``, ``[T, topk]``, dtype of ``q``, ``-inf`` there.
+
+    Raises:
+        ValueError: If ``topk`` is not positive.
 
     Source: the indexer of DeepSeek-V3.2-Exp, which rotates and quantises ``q`` and ``k`` before.
     """

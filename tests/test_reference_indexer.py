@@ -102,3 +102,17 @@ def test_one_head_and_positive_products_rank_by_the_product() -> None:
     for i in range(6):
         products = (k @ q[i, 0])[: 15 + i]
         assert indices[i].tolist() == products.topk(4).indices.tolist()
+
+
+def test_a_scale_of_each_key_belongs_into_the_keys() -> None:
+    """Folded in it multiplies the scores of its key, as a positive factor of a query's heads does those of a query."""
+    q, k, w, _, _ = inputs((4,), (6,))
+    seen, scale = torch.full((4,), 5), torch.rand(6, generator=torch.Generator().manual_seed(2)).double() + 0.5
+    folded = index_scores(q, k * scale[:, None], w, seen)
+    torch.testing.assert_close(folded, index_scores(q, k, w, seen) * scale, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("topk", [0, -1])
+def test_a_list_has_entries(topk: int) -> None:
+    with pytest.raises(ValueError, match=f"topk must be positive, got {topk}"):
+        best_keys(torch.zeros(2, 3), topk)
