@@ -35,20 +35,24 @@ def masked_mha(
     merge to that of all its keys (``reference.attention.merge_states``).
 
     Args:
-        q: ``[T, H, Dq]``, the queries of all requests one after the other.
-        k: ``[S, H_kv, Dq]``.
-        v: ``[S, H_kv, Dv]``, finite also where no bit selects it.
+        q: ``[T, H, Dq]``, floating, the queries of all requests one after the other.
+        k: ``[S, H_kv, Dq]``, dtype of ``q``.
+        v: ``[S, H_kv, Dv]``, dtype of ``q``, finite also where no bit selects it.
         mask: ``[T, W]``, int32, of ``reference.topk_mask.topk_mask``; wide enough for the position of every key.
         softmax_scale: Factor on the logits.
-        cu_seqlens_q: ``[N + 1]``, integer; request ``r`` owns queries ``cu[r] .. cu[r + 1] - 1``.
+        cu_seqlens_q: ``[N + 1]``, integer; request ``r`` owns queries ``cu[r] .. cu[r + 1] - 1``, and ``cu[N] = T``.
         cu_seqlens_k: ``[N + 1]``, integer; the same for keys and values.
         query_starts: ``[N]``, integer, of each request's first query; if None the last query has the last key's
             position.
-        key_starts: ``[N]``, integer, of each request's first key; 0 if None.
+        key_starts: ``[N]``, integer, of each request's first key, not negative; 0 if None.
 
     Returns:
         ``out``, ``[T, H, Dv]``, and ``lse``, ``[T, H]``, natural log of the scaled logits; ``(0, -inf)`` in a row that
         sees no key. Both have the dtype of ``q``.
+
+    Raises:
+        ValueError: If a request's keys start before bit 0.
+        IndexError: If the mask has no bit for the position of a key.
     """
     outs, lses = [], []
     for request in range(len(cu_seqlens_q) - 1):

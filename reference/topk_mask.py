@@ -50,11 +50,17 @@ def selected_keys(mask: Tensor, num_keys: int, first_key: int = 0) -> Tensor:
     Args:
         mask: ``[T, W]``, int32.
         num_keys: Bits to read.
-        first_key: The first of them.
+        first_key: The first of them, not negative.
 
     Returns:
         ``[T, num_keys]``, bool.
+
+    Raises:
+        ValueError: If the first bit is negative.
+        IndexError: If the mask has fewer bits.
     """
+    if first_key < 0:
+        raise ValueError(f"first_key must not be negative, got {first_key}")
     key = torch.arange(first_key, first_key + num_keys, device=mask.device)
     return (mask[:, key >> 5] >> (key & 31)) & 1 == 1
 

@@ -144,3 +144,15 @@ def test_equals_sparse_attention_to_lists_without_repetition() -> None:
         cu_seqlens_k=torch.tensor([0, 50]),
     )
     assert_close(got, (out, lse))
+
+
+@pytest.mark.parametrize(
+    ("start", "error", "text"),
+    [(-1, ValueError, "first_key must not be negative, got -1"), (30, IndexError, "out of bounds")],
+)
+def test_every_key_has_a_bit(start: int, error: type[Exception], text: str) -> None:
+    q, k, v, cu_q, cu_k = inputs((2,), (3,))
+    mask = torch.full((2, 1), -1, dtype=torch.int32)
+    starts = torch.tensor([start])
+    with pytest.raises(error, match=text):
+        masked_mha(q, k, v, mask, softmax_scale=1.0, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, key_starts=starts)
