@@ -26,13 +26,13 @@ GOLDEN = {
     ),
     "token_scores": (
         "token_scores-diffuse-float32-e7f8e128",
-        "token_scores-peaked-bfloat16-f40f3933",
-        "token_scores-peaked-float16-b8ca9d7a",
+        "token_scores-peaked-bfloat16-2dfc244b",
+        "token_scores-exact-uniform-bfloat16-b7dbd1be",
     ),
     "token_selection": (
-        "token_selection-diffuse-float32-8fb9b18a",
-        "token_selection-ties-float32-1b18ecf1",
-        "token_selection-deep-float32-28b0b573",
+        "token_selection-diffuse-float32-4bacc0ec",
+        "token_selection-deep-float16-11661c47",
+        "token_selection-near-bfloat16-743e9e93",
     ),
     "mla_prefill": (
         "mla_prefill-diffuse-float32-63cca00f",
@@ -41,8 +41,8 @@ GOLDEN = {
     ),
 }
 DIGESTS = {
-    "token_scores": "6df097eea09f",
-    "token_selection": "b66fe149e9f9",
+    "token_scores": "d7f057b36baa",
+    "token_selection": "903e991565a3",
     "attention": "1d18557ad89b",
     "mla_prefill": "c525ffc48876",
 }

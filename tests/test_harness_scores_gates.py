@@ -18,6 +18,7 @@ from assay.harness.execution import Execution, execute
 from assay.harness.faults import load
 from assay.harness.kernels import wrap_function
 from assay.harness.messages import decode, encode
+from assay.harness.mutation.admission import null_kernel, zeros
 from assay.harness.operation import CaseRequest, Inputs, Judged
 from assay.harness.operations._token_scores_gates import ScoreOracle, judge_scores
 from assay.harness.operations._token_scores_gates import _bounds as bounds
@@ -73,7 +74,7 @@ def test_the_exact_scores_pass_and_each_gate_has_what_trips_it(mode: str) -> Non
     scale = float(exact[oracle.reached].abs().max())
     assert "G4 envelope" in failed(judge_scores(oracle, changed(3 * scale + 1, reached[-1]), contract, exact=False))
     # every element off by less than its own bound, but all of them together by more than roundings come to
-    hard, spread, sums = bounds(oracle, contract)
+    hard, spread, sums, _ = bounds(oracle, contract)
     off = torch.minimum(0.9 * hard, 20 * (spread / math.sqrt(3) + sums))
     alike = torch.where(oracle.reached, oracle.scores + off, oracle.scores).float()
     assert failed(judge_scores(oracle, alike, contract, exact=False)) == ["G5 row rms"]
@@ -86,6 +87,32 @@ def test_exact_logits_are_compared_bit_for_bit() -> None:
     assert failed(judge_scores(oracle, exact, contract, exact=True)) == []
     next_up = torch.where(oracle.reached, torch.nextafter(exact, torch.tensor(math.inf)), exact)
     assert failed(judge_scores(oracle, next_up, contract, exact=True)) == ["G3 exact"]
+
+
+def test_probabilities_of_exact_families_are_held_to_the_rounding_of_exponentials_alone() -> None:
+    case = drawn("token_scores", mode="probability", family="exact-one-hot")
+    oracle, contract, _ = held(case)
+    exact = oracle.scores.float()
+    assert failed(judge_scores(oracle, exact, contract, exact=True)) == []
+    off = judge_scores(oracle, exact * (1 + 2.0**-8), contract, exact=True)
+    assert failed(off) == ["G3 exact"]
+    # the format of the weights is part of what they may err by
+    assert failed(judge_scores(oracle, exact * (1 + 2.0**-8), contract.promising(p="bf16"), exact=True)) == []
+
+
+def test_what_no_score_may_be_is_said() -> None:
+    case = drawn("token_scores", mode="logits", family="peaked")
+    oracle, contract, _ = held(case)
+    scores = oracle.scores.float()
+    blind, seen = (~oracle.reached).nonzero()[0], oracle.reached.nonzero()[0]
+    for place, value, text in (
+        (blind, 0.25, "a token that no observed query may look at must score -inf, got 0.25"),
+        (seen, math.inf, "a token that an observed query may look at must have a finite score, got inf"),
+    ):
+        wrong = scores.clone()
+        wrong[tuple(place)] = value
+        (gate,) = judge_scores(oracle, wrong, contract, exact=False).gates
+        assert gate.text == f"G1 scores: {text}"
 
 
 def test_the_terms_of_a_logit_are_those_of_plain_loops() -> None:
@@ -227,3 +254,11 @@ def test_candidates_by_an_unknown_rule_are_refused() -> None:
     case = drawn("token_scores", ranges="middle")
     with pytest.raises(ValueError, match="ranges must be one of all, middle, single, got 'most'"):
         SCORES.inputs(replace(case, sizes=case.sizes | {"ranges": "most"}), CPU)
+
+
+@pytest.mark.parametrize("op", ["token_scores", "token_selection"])
+def test_no_case_is_passed_by_answering_nothing(op: str) -> None:
+    operation = operations.load(op)
+    cases = operation.cases(CaseRequest(tier="smoke", seed=0, dtypes=DTYPES))
+    records = [run_case(operation, null_kernel(zeros, operation, case), case, CPU) for case in cases]
+    assert [record.case["id"] for record in records if record.verdict is Verdict.PASS] == []

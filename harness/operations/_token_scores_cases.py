@@ -46,7 +46,7 @@ OBSERVATIONS = (
     Observation(window=3, unobserved=2),
     Observation(window=5, ranges="middle"),
     Observation(window=2, behind=1, ranges="single"),
-    Observation(window=3, behind=2),
+    Observation(window=3, behind=2, candidate_start=20, recent_keep_tokens=5),
     Observation(window=16, recent_keep_tokens=40),
     Observation(window=7, candidate_start=4, unobserved=3),
 )
@@ -58,15 +58,22 @@ def token_scores_cases(request: CaseRequest, op: str) -> list[Case]:
     for at, mode in enumerate(MODES):
         for turn, family in enumerate(FAMILIES):
             batch = draw.batch(requests=4, longest=100, most_queries=20, chunk=17)
-            seen = WHOLE if turn % 2 == 0 else OBSERVATIONS[turn % len(OBSERVATIONS)]
+            seen = WHOLE if turn % 2 == 0 or family == "sunken" else OBSERVATIONS[turn % len(OBSERVATIONS)]
             draw.add(family, draw.dtype(turn + at), SMALL, batch, mode, seen, chunk=17, layout=("split", "bundled")[at])
         for turn, seen in enumerate(OBSERVATIONS):
             batch = draw.batch(requests=4, longest=90, most_queries=20, chunk=16)
+            # queries behind the window must leave it some
+            batch = _BEHIND if seen.behind else batch
             draw.add("diffuse", draw.dtype(turn + at), SMALL, batch, mode, seen, chunk=16)
-        # interpreted, a softmax takes its time
-        for turn in range(2 - at):
-            draw.add("diffuse", draw.dtype(turn), SMALL_NOPE, _TILES, mode, Observation(window=70), chunk=64)
-            draw.add("peaked", draw.dtype(turn + 1), SMALL, _DECODING, mode, Observation(window=1), chunk=17)
+        for turn in range(2):
+            draw.add("diffuse", draw.dtype(turn + at), SMALL_NOPE, _TILES, mode, Observation(window=70), chunk=64)
+        draw.add("peaked", draw.dtype(at), SMALL, _DECODING, mode, Observation(window=1), chunk=17)
+        draw.add("diffuse", draw.dtype(2), ODD, _LONG, mode, Observation(window=1), chunk=100)
+    # denominators that half precision cannot count, and a mean over no power of two
+    for dtype, context in (("float16", 2051), ("bfloat16", 260)):
+        if dtype in request.dtypes:
+            batch = Batch(query_lens=[3, 1], context_lens=[context, 5])
+            draw.add("exact-uniform", dtype, SMALL, batch, "probability", Observation(window=3), chunk=1024)
     if request.tier != "smoke":
         _full_cases(draw)
     if request.tier == "nightly":
@@ -77,6 +84,11 @@ def token_scores_cases(request: CaseRequest, op: str) -> list[Case]:
 
 # a window of more queries than a tile holds, a prompt shorter than it, one query after a history
 _TILES = Batch(query_lens=[70, 3, 1], context_lens=[129, 3, 65])
+_BEHIND = Batch(query_lens=[9, 1, 6], context_lens=[60, 44, 30])
+# one more than a tile of keys that begins with the last one
+_LONG = Batch(query_lens=[1, 2], context_lens=[257, 3])
+# sizes and heads that divide into no tile
+ODD = (96, 24, 8, 20, 17)
 _DECODING = Batch(query_lens=[1, 1, 1], context_lens=[30, 41, 1])
 
 
@@ -86,7 +98,9 @@ def _full_cases(draw: "_Draw") -> None:
             for turn, family in enumerate(FAMILIES):
                 batch = draw.batch(requests=5, longest=300, most_queries=65, chunk=64)
                 seen = (WHOLE, *OBSERVATIONS)[(turn + at) % (1 + len(OBSERVATIONS))]
-                draw.add(family, dtype, SMALL, batch, mode, seen, chunk=64, layout=("bundled", "shared")[turn % 2])
+                # values that name their token cannot be shared
+                layout = "bundled" if family.startswith("exact") or turn % 2 == 0 else "shared"
+                draw.add(family, dtype, SMALL, batch, mode, seen, chunk=64, layout=layout)
             edges = edge_batch(draw.rng, requests=8, most_queries=129, longest=129)
             draw.add("diffuse", dtype, SMALL, edges, mode, Observation(window=33), chunk=64)
             for model in MODELS:

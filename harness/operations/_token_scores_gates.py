@@ -170,25 +170,28 @@ def _weighted(
 
 
 def judge_scores(oracle: ScoreOracle, scores: Tensor, contract: Contract, *, exact: bool) -> Judged:
-    """G1 identities and finite values, G3 in exact families of logits, G4 every element, G5 every request.
+    """G1 identities and finite values, G3 in exact families, G4 every element, G5 every request.
 
     Args:
         oracle: Of the case.
         scores: ``[N, max_context]``.
         contract: What the kernel promised.
-        exact: Whether every honest kernel gives the same logits, bit for bit.
+        exact: Whether every honest kernel gives the same raw logits, bit for bit; its probabilities then err by the
+            rounding of exponentials and sums alone.
     """
     oracle = _on(oracle, scores.device)
     blind = ~oracle.reached
     wrong = torch.where(blind, scores != IDENTITIES[oracle.mode], ~torch.isfinite(scores))
     gates = [_gate("G1 scores", torch.where(wrong, math.inf, 0.0), scores, oracle.scores)]
     if not gates[0].passed:
-        return Judged(gates=gates, rows=0)
+        return Judged(gates=[_explained(gates[0], blind, oracle)], rows=0)
     error = (scores.double() - oracle.scores).masked_fill(blind, 0.0).abs()
     if exact and oracle.mode == "logits":
         same = (scores == oracle.scores.to(scores.dtype)) | blind
         gates.append(_gate("G3 exact", torch.where(same, 0.0, math.inf), scores, oracle.scores))
-    hard, spread, sums = _bounds(oracle, contract)
+    hard, spread, sums, rounding = _bounds(oracle, contract)
+    if exact and oracle.mode == "probability":
+        gates.append(_gate("G3 exact", error / rounding.clamp(min=TINY), scores, oracle.scores))
     gates.append(_gate("G4 envelope", error / hard, scores, oracle.scores))
     observed = oracle.reached.sum(1)
     deviation = (spread / math.sqrt(3) + sums).clamp(min=TINY)
@@ -199,8 +202,20 @@ def judge_scores(oracle: ScoreOracle, scores: Tensor, contract: Contract, *, exa
     return Judged(gates=gates, rows=int((observed > 0).sum()))
 
 
-def _bounds(oracle: ScoreOracle, contract: Contract) -> tuple[Tensor, Tensor, Tensor]:
-    """Hard bound of each score, the root of summed squares of what rounding leaves, and what float32 sums add."""
+def _explained(gate: GateResult, blind: Tensor, oracle: ScoreOracle) -> GateResult:
+    """What is wrong with a value that no score may have."""
+    where = gate.where
+    if where is None or where.request is None or where.position is None:
+        return gate
+    if bool(blind[where.request, where.position]):
+        said = f"a token that no observed query may look at must score {IDENTITIES[oracle.mode]}"
+    else:
+        said = "a token that an observed query may look at must have a finite score"
+    return replace(gate, text=f"G1 scores: {said}, got {where.got:.6g}")
+
+
+def _bounds(oracle: ScoreOracle, contract: Contract) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Its hard bound, roots of summed squares, what sums add to those, what exponentials and stores alone come to."""
     kind = "absorbed" if contract.absorbed else "keys"
     rounded, cut, products = contract.roundoff("projected"), *_products(contract)
     inputs = 3 * contract.roundoff("inputs")
@@ -209,20 +224,17 @@ def _bounds(oracle: ScoreOracle, contract: Contract) -> tuple[Tensor, Tensor, Te
     sums = (cut + inputs + products * math.sqrt(oracle.depth)) * oracle.lengths
     if oracle.mode == "logits":
         stored = (contract.roundoff("logits") + contract.roundoff("out")) * oracle.heights
-        return (linear + stored).clamp(min=TINY), spread, sums + stored
+        return (linear + stored).clamp(min=TINY), spread, sums + stored, stored
     worst = rounded * oracle.worst[kind] + (cut + inputs + products * math.sqrt(oracle.depth)) * oracle.worst["lengths"]
     # the exponential bends away from the line through 0
     bend = math.expm1(min(worst, 50.0)) / worst if worst > 0 else 1.0
     single = SINGLE if contract.qk_acc != "fp64" else 2.0**-53
     exponent = (2 * contract.roundoff("logits") + contract.roundoff("lse") + 8 * single) * oracle.heights
     keys = oracle.reached.sum(1, keepdim=True).clamp(min=1)
-    own = SUM_SIGMAS * keys.sqrt() * single + 2 * contract.ex2_rel + contract.roundoff("out")
+    own = SUM_SIGMAS * keys.sqrt() * single + 2 * contract.ex2_rel + contract.roundoff("out") + contract.roundoff("p")
+    rounding = exponent + own * oracle.scores
     # a weight is at most 1, whatever its logit errs by
-    return (
-        (bend * linear + exponent + own * oracle.scores).clamp(TINY, 1.0),
-        bend * spread,
-        bend * sums + exponent + (own * oracle.scores),
-    )
+    return (bend * linear + rounding).clamp(TINY, 1.0), bend * spread, bend * sums + rounding, rounding
 
 
 def _products(contract: Contract) -> tuple[float, float]:

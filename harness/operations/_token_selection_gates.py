@@ -67,18 +67,19 @@ def selection_oracle(arguments: dict[str, Any]) -> SelectionOracle:
     )
 
 
-def judge_selection(oracle: SelectionOracle, kept: Tensor, contract: Contract) -> Judged:
+def judge_selection(oracle: SelectionOracle, kept: Tensor, contract: Contract, *, exact: bool = False) -> Judged:
     """G1 what every choice must be, G3 the choice itself where nothing rounds, G4 where a mean does.
 
     Args:
         oracle: Of the case.
         kept: ``[N, C]``, int32.
         contract: What the kernel promised; ``logits`` is the format in which it pools.
+        exact: Whether even means are exact, or rounded alike.
     """
     kept = kept.cpu().long()
     gates = [_whole(oracle, kept)]
     if gates[0].passed:
-        gates.append(_exact(oracle, kept) if oracle.terms == 1 else _bounded(oracle, kept, contract))
+        gates.append(_exact(oracle, kept) if exact or oracle.terms == 1 else _bounded(oracle, kept, contract))
     return Judged(gates=gates, rows=len(kept))
 
 

@@ -17,6 +17,8 @@ from ._token_scores_cases import RANGES, token_scores_cases
 from ._token_scores_gates import INDICES, ScoreOracle, judge_scores, score_oracle
 from .mla_prefill import OPERATION as MLA_PREFILL
 
+# of logits at -60000; a power of two, which rounds nothing
+RAISED = 2.0**-8
 TENSORS = ("q", "kv_c", "k_pe", "kv_b_proj")
 
 
@@ -46,6 +48,10 @@ class TokenScores:
         """Those of a prefill, with the observed ranges, and the candidates by either of the two ways to name them."""
         inputs, sizes = MLA_PREFILL.inputs(case, device), case.sizes
         arguments, ledger = dict(inputs.arguments), inputs.ledger
+        if sizes["mode"] == "probability" and case.family == "sunken":
+            # below any exponential still, and not so deep that rounding the logits leaves nothing to be judged
+            arguments["q"].mul_(RAISED)
+            ledger.copies["q"].copy_(ledger.buffers["q"])
         ranges = torch.tensor(observed_ranges(case), dtype=torch.int32)
         arguments |= {"mode": sizes["mode"], "query_ranges": ledger.guarded("query_ranges", ranges, device)}
         arguments |= {"candidate_start": 0, "recent_keep_tokens": 0, "candidate_ranges": None}

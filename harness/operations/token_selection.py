@@ -16,8 +16,9 @@ from ..operation import CaseRequest, Inputs, Judged, Kernel, Outline, Result
 from ..poison import Ledger
 from ._token_selection_gates import SelectionOracle, judge_selection, selection_oracle
 
-# values of their own; few values, so that many are equal; -inf among numbers of all magnitudes
-FAMILIES = ("diffuse", "ties", "deep")
+# values of their own; few values, so that many are equal; -inf among numbers of all magnitudes; all below 0; all a few
+# units in the last place above 1
+FAMILIES = ("diffuse", "ties", "deep", "negative", "near")
 POOLINGS = (("max", 1), ("max", 5), ("avg", 5), ("avg", 3), ("max", 7))
 NIGHTLY_CASES = 40
 # sink, recent, and the part of a context that its budget holds
@@ -52,8 +53,9 @@ class TokenSelection:
 
         for at, family in enumerate(FAMILIES):
             for turn, pooling in enumerate(POOLINGS):
-                lens = [log_uniform(rng, 1, 130) for _ in range(6)]
-                add(family, turn + at, lens, WINDOWS[(turn + at) % len(WINDOWS)], pooling)
+                # longer than a tile, and short ones, whose edges matter
+                lens = [300, *(log_uniform(rng, 1, 130) for _ in range(6))]
+                add(family, turn + at, lens, WINDOWS[(turn + 2 * at) % len(WINDOWS)], pooling)
         if request.tier != "smoke":
             for turn in range(3 * len(FAMILIES)):
                 for pooling in POOLINGS:
@@ -75,7 +77,7 @@ class TokenSelection:
         scores = torch.full((len(lens), max(lens) + 3), math.nan)
         for row, context in zip(scores, lens, strict=True):
             candidates = slice(sizes["sink"], max(sizes["sink"], context - sizes["recent"]))
-            row[candidates] = _values(case.family, len(row[candidates]), generator)
+            row[candidates] = _values(case.family, len(row[candidates]), dtype, generator)
         integers = {"context_lens": torch.tensor(lens, dtype=torch.int32), "budgets": torch.tensor(budgets_of(case))}
         integers["budgets"] = integers["budgets"].int()
         # a view of wider rows: whoever takes them for contiguous reads NaN
@@ -102,7 +104,8 @@ class TokenSelection:
 
     def judge(self, case: Case, oracle: SelectionOracle, answer: Answer, contract: Contract) -> Judged:
         """See ``_token_selection_gates``."""
-        return judge_selection(oracle, answer[0], contract)
+        # sums of few small multiples of 1/2 are exact in every dtype, and their means as different as they are
+        return judge_selection(oracle, answer[0], contract, exact=case.family == "ties")
 
     def default_contract(self, case: Case) -> Contract:
         """Pooled in the dtype of the scores; nothing else is rounded."""
@@ -128,14 +131,20 @@ def budgets_of(case: Case) -> list[int]:
     ]
 
 
-def _values(family: str, count: int, generator: torch.Generator) -> torch.Tensor:
+def _values(family: str, count: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     drawn = torch.randn(count, generator=generator)
+    if family == "negative":
+        return drawn - 8
+    if family == "near":
+        return 1 + torch.randint(count + 1, (count,), generator=generator) * torch.finfo(dtype).eps
     if family == "diffuse":
         return drawn
     if family == "ties":
         return (2 * drawn).round() / 2
     if family == "deep":
-        magnitude = torch.exp2(torch.randint(-10, 11, (count,), generator=generator).float())
+        # raw logits get that large; float16 holds no more
+        highest = 12 if dtype == torch.float16 else 18
+        magnitude = torch.exp2(torch.randint(-10, highest + 1, (count,), generator=generator).float())
         return torch.where(torch.rand(count, generator=generator) < 0.3, -math.inf, drawn * magnitude)
     raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
 
