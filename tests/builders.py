@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from assay.harness.case import Case
 from assay.harness.contract import Contract
 from assay.harness.gates import judge
 from assay.harness.kernels import wrap_function
-from assay.harness.operation import Operation, Rows
+from assay.harness.operation import AttentionOperation, Rows
 from assay.harness.record import GateResult, Record
 from assay.harness.runner import run_case
 from assay.optimized.mla_prefill import MlaPrefillPlan, MlaShape, mla_prefill, plan_mla_prefill
@@ -62,8 +62,8 @@ def mla_case(family: str = "diffuse", dtype: str = "float32", *, seed: int = 0, 
     return Case(op="mla_prefill", family=family, dtype=dtype, seed=seed, sizes=small | sizes)
 
 
-def operation_of(case: Case) -> Operation:
-    return operations.load(case.op)
+def operation_of(case: Case) -> AttentionOperation:
+    return cast(AttentionOperation, operations.load(case.op))
 
 
 def arguments_of(case: Case) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,8 +17,9 @@ from assay.harness import Conventions, cli, kernel, operations
 from assay.harness.conventions import argument_names
 from assay.harness.kernels import wrap_function
 from assay.harness.layouts import relocated
+from assay.harness.operation import AttentionOperation
 
-ATTENTION = operations.load("attention")
+ATTENTION = cast(AttentionOperation, operations.load("attention"))
 INF, NAN = math.inf, math.nan
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

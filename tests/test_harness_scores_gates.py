@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -175,7 +176,7 @@ def test_an_answer_of_one_tensor_crosses_to_another_process() -> None:
     assert same_bits(back.first[0], result.first[0])
 
 
-WRONG = {
+WRONG: dict[str, tuple[Callable[[Tensor, int], Tensor], str]] = {
     "one too many": (lambda kept, at: _put(kept, at, 5), "must keep 6 tokens and then be -1"),
     "past the context": (lambda kept, at: _put(kept, 5, 40), "must keep 6 tokens of its 20"),
     "twice": (lambda kept, at: _put(kept, 1, int(kept[0, 0])), "must name each token once, in ascending order"),
@@ -205,12 +206,8 @@ def test_a_selection_that_is_none_is_named(name: str) -> None:
     # the third request is within its budget, so that the answer is wider than the first one's choice
     sizes = {"context_lens": [20, 20, 20], "sink": 1, "recent": 2, "part": 0.3, "pooling": "max", "kernel_size": 3}
     case = Case(op="token_selection", family="diffuse", dtype="float32", seed=1, sizes=sizes)
-    record = run_case(
-        SELECTION,
-        wrap_function(lambda **a: change(token_selection(**a), 6), SELECTION),
-        case,
-        CPU,  # type: ignore[no-untyped-call]
-    )
+    kept = wrap_function(lambda **a: change(token_selection(**a), 6), SELECTION)
+    record = run_case(SELECTION, kept, case, CPU)
     assert record.verdict is Verdict.NUMERIC
     assert text in record.text
 

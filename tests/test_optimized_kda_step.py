@@ -34,9 +34,8 @@ WRITTEN = [4, 6, 2]
 
 def step_inputs(lengths: list[int] | None = None, **options: Any) -> dict[str, Any]:
     """Arguments of the oracle without tables; the pool has NaN in the slots that no sequence of ``TABLE`` reads."""
-    given = kda_inputs(
-        LENGTHS if lengths is None else lengths, **{"heads": (1, 2), "dims": (20, 24), "tail": 2} | options
-    )
+    usual: dict[str, Any] = {"heads": (1, 2), "dims": (20, 24), "tail": 2}
+    given = kda_inputs(LENGTHS if lengths is None else lengths, **usual | options)
     state = given.pop("initial_state")
     pool = torch.randn(SLOTS, *state.shape[1:], generator=torch.Generator().manual_seed(5)).to(state.dtype)
     if lengths is None:
