@@ -16,8 +16,9 @@ from ._kda_checks import Layer
 from ._kda_chunks import FIELDS
 from ._kda_flash_kernel import GATE_SCALE, prepare_kernel
 from ._kda_plan import KdaBatch, KdaPlan
-from ._kda_scan import INTERPRETED, Blocks, Parts, device_refusal, last_stride_refusal, scan, scan_parts
+from ._kda_scan import Blocks, Parts, device_refusal, last_stride_refusal, scan, scan_parts
 from ._kda_scan import cutting as scan_cutting
+from ._kda_scan_kernel import INTERPRETED
 from ._kda_shape import KdaShape
 
 WIDTH = 128

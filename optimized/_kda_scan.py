@@ -15,13 +15,11 @@ from torch import Tensor
 
 from ._kda_checks import Layer
 from ._kda_chunks import FIELDS, Chunks, most_chunks, most_cuts
-from ._kda_scan_kernel import scan_kernel, seed_kernel
+from ._kda_scan_kernel import INTERPRETED, scan_kernel, seed_kernel
 from ._kda_shape import KdaShape
 
 Parts = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
-# decided when the kernels were decorated, from TRITON_INTERPRET
-INTERPRETED = not isinstance(scan_kernel, triton.runtime.JITFunction)
 # as many as an H200 has: a plan made without a device foresees the same segments
 _PROCESSORS_WITHOUT_DEVICE = 132
 

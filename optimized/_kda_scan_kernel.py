@@ -185,3 +185,7 @@ def seed_kernel(
             added = tl.load(here + tile)
             matrix = tl.load(here + BLOCK_VALUES * BLOCK_KEYS + square)
             state = tl.dot(state, matrix, added, input_precision=PRECISION)
+
+
+# decided when the kernel was decorated, from TRITON_INTERPRET
+INTERPRETED = not isinstance(scan_kernel, triton.runtime.JITFunction)

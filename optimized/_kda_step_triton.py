@@ -7,7 +7,8 @@ import triton
 from torch import Tensor
 
 from ._kda_checks import Layer
-from ._kda_scan import INTERPRETED, block, device_refusal, last_stride_refusal
+from ._kda_scan import block, device_refusal, last_stride_refusal
+from ._kda_scan_kernel import INTERPRETED
 from ._kda_shape import KdaShape
 from ._kda_step_plan import KdaStepPlan
 from ._kda_step_triton_kernel import step_kernel

@@ -12,8 +12,9 @@ from ._attention_triton import _shared_memory
 from ._kda_checks import Layer
 from ._kda_chunks import FIELDS
 from ._kda_plan import KdaBatch, KdaPlan
-from ._kda_scan import INTERPRETED, Blocks, Parts, block, device_refusal, last_stride_refusal, scan, scan_parts
+from ._kda_scan import Blocks, Parts, block, device_refusal, last_stride_refusal, scan, scan_parts
 from ._kda_scan import cutting as scan_cutting
+from ._kda_scan_kernel import INTERPRETED
 from ._kda_shape import KdaShape
 from ._kda_triton_kernel import prepare_kernel
 
