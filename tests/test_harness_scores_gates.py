@@ -259,3 +259,16 @@ def test_no_case_is_passed_by_answering_nothing(op: str) -> None:
     cases = operation.cases(CaseRequest(tier="smoke", seed=0, dtypes=DTYPES))
     records = [run_case(operation, null_kernel(zeros, operation, case), case, CPU) for case in cases]
     assert [record.case["id"] for record in records if record.verdict is Verdict.PASS] == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "contexts", "follows"),
+    [("probability", [1, 1], False), ("probability", [2, 1], True), ("logits", [1, 1], True)],
+)
+def test_a_softmax_over_one_token_need_not_follow_the_contents(mode: str, contexts: list[int], follows: bool) -> None:
+    case = drawn("token_scores", mode=mode, family="peaked")
+    sizes = {"query_lens": [1, 1], "context_lens": contexts, "window": 1, "unobserved": 0, "ranges": "all"}
+    case = replace(case, sizes=case.sizes | sizes | {"candidate_start": 0, "recent_keep_tokens": 0, "behind": 0})
+    assert SCORES.outline(case).follows_contents is follows
+    (clean,) = (one.function for one in load("token_scores")[1] if one.name == "keys_at_once")
+    assert run_case(SCORES, wrap_function(clean, SCORES), case, CPU).verdict is Verdict.PASS

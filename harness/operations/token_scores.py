@@ -67,8 +67,9 @@ class TokenScores:
         # as wide as harness.operations._mla_prefill_layout makes the slot table
         shape = len(case.sizes["context_lens"]), max(case.sizes["context_lens"]) + 3
         result = Result(name="scores", shape=shape, axes=("request", "position"), field="out")
-        alike = case.sizes["mode"] == "probability" and (case.sizes["ranges"] == "single" or case.family == "sunken")
-        fixed = alike or case.family in EXACT_FAMILIES or not _any_candidate(case)
+        # a softmax over one token is 1, and one over equal logits the same for all
+        least, alike = (2, case.family == "sunken") if case.sizes["mode"] == "probability" else (1, False)
+        fixed = alike or case.family in EXACT_FAMILIES or _most_candidates(case) < least
         return Outline(results=(result,), follows_contents=not fixed)
 
     def oracle(self, case: Case, arguments: dict[str, Any]) -> ScoreOracle:
@@ -114,14 +115,15 @@ def candidate_ranges(case: Case) -> list[list[int]]:
     return [[c // 2, c // 2 + 1] if request % 2 == 0 else [c // 2, c // 2] for request, c in enumerate(lens)]
 
 
-def _any_candidate(case: Case) -> bool:
+def _most_candidates(case: Case) -> int:
+    """How many tokens an observed query may look at, at most."""
     sizes = case.sizes
     if sizes["ranges"] != "all":
         own = candidate_ranges(case)
     else:
         own = [[sizes["candidate_start"], c - sizes["recent_keep_tokens"]] for c in sizes["context_lens"]]
     pairs = zip(observed_ranges(case), own, strict=True)
-    return any(seen[0] < seen[1] and start < min(stop, seen[1]) for seen, (start, stop) in pairs)
+    return max(max(0, min(stop, seen[1]) - start) if seen[0] < seen[1] else 0 for seen, (start, stop) in pairs)
 
 
 def _plans(arguments: dict[str, Any], provider: str, implementation: str) -> tuple[MlaPrefillPlan, TokenScoresPlan]:
