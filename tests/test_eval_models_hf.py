@@ -77,6 +77,8 @@ ARMS = [
     {},
     {"attention": "sdpa"},
     {"attention": "sdpa", "step": "3"},
+    {"attention": "attention", "step": "3"},
+    {"rope_frequencies": "4", "attention": "attention"},
     {"rope_frequencies": "4"},
     {"rope_frequencies": "4", **LATENT},
     {"rope_frequencies": "4", "attention": "mla_prefill", "plain": "sdpa"},
@@ -204,7 +206,7 @@ def test_the_description_says_what_answers_depend_on(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attention": "flash"}, "attention must be one of eager, sdpa, mla_prefill, got flash"),
+        ({"attention": "flash"}, "attention must be one of eager, sdpa, attention, mla_prefill, got flash"),
         ({"attention": "mla_prefill"}, "mla_prefill must have latent attention, got LlamaForCausalLM"),
         ({"chunk": "0"}, "chunk must be a number of at least 1, got '0'"),
         ({"dtype": "int8"}, "dtype must be one of"),

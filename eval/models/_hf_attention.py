@@ -19,10 +19,12 @@ from torch import Tensor
 
 from ...optimized.mla_prefill import MlaPrefillPlan, MlaShape, mla_prefill, plan_mla_prefill
 from ..extras import require
+from ._hf_packed import PackedStep, check_plain
+from .seam import Arguments, Seam
 
 PLAIN = ("eager", "sdpa")
-MLA_PREFILL = "mla_prefill"
-KERNELS = (*PLAIN, MLA_PREFILL)
+ATTENTION, MLA_PREFILL = "attention", "mla_prefill"
+KERNELS = (*PLAIN, ATTENTION, MLA_PREFILL)
 PREFILL, DECODE = "prefill", "decode"
 
 _numbers = itertools.count()
@@ -30,10 +32,17 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A part of a prefill, the same for every layer: its plan, and where its tokens stand, ``[B, columns]``."""
+    """A part of a prefill, the same for every layer.
+
+    Attributes:
+        plan: Of ``mla_prefill``.
+        current: Where its tokens stand, ``[B, columns]``.
+        arguments: Of the operation, those that are no tensors of a layer.
+    """
 
     plan: MlaPrefillPlan
     current: Tensor
+    arguments: Arguments
 
 
 class Attention:
@@ -42,9 +51,12 @@ class Attention:
     Attributes:
         kernel: Of ``KERNELS``: what serves a prefill. A token that is decoded goes the plain way.
         plain: Of ``PLAIN``.
+        seam: Where the operation is called, if the kernel is one of the house.
     """
 
-    def __init__(self, network: Any, kernel: str, *, plain: str, chunk: int, provider: str) -> None:
+    def __init__(
+        self, network: Any, kernel: str, *, plain: str, chunk: int, provider: str, own_kernel: str = ""
+    ) -> None:
         """Take the place of the model's attention.
 
         Args:
@@ -52,20 +64,24 @@ class Attention:
             kernel: Of ``KERNELS``.
             plain: What serves where the kernel does not.
             chunk: Most history tokens that ``mla_prefill`` expands at once.
-            provider: Of its partial attention.
+            provider: Of ``attention``, or of the partial attention of ``mla_prefill``.
+            own_kernel: That takes the place of the house in the operation ``kernel``.
 
         Raises:
-            ValueError: If there is no such kernel.
+            ValueError: If there is no such kernel, or one of your own without an operation that it could serve.
             NotImplementedError: If the kernel does not serve this model.
         """
         if kernel not in KERNELS or plain not in PLAIN:
             raise ValueError(
                 f"attention must be one of {', '.join(KERNELS)}, got {kernel if plain in PLAIN else plain}"
             )
+        if own_kernel and kernel in PLAIN:
+            raise ValueError(f"a kernel of yours needs attention to be {ATTENTION} or {MLA_PREFILL}, got {kernel}")
         self.kernel, self.plain = kernel, plain
+        self.seam = None if kernel in PLAIN else Seam(kernel, own_kernel)
         self._chunk, self._provider = chunk, provider
         self._stage = PREFILL
-        self._step: Step | None = None
+        self._step: Step | PackedStep | None = None
         self._calls: Counter[str] = Counter()
         self._shape = self._leave_latent(network) if kernel == MLA_PREFILL else None
         transformers = require("transformers", extra="model")
@@ -87,7 +103,10 @@ class Attention:
             like: A tensor of the dtype and on the device of the queries.
         """
         self._stage = PREFILL
-        self._step = None if self._shape is None else self._planned(self._shape, pads, start, stop, like)
+        if self.kernel == ATTENTION:
+            self._step = PackedStep.of(pads, start, stop, like.device, self._provider)
+        elif self._shape is not None:
+            self._step = self._planned(self._shape, pads, start, stop, like)
 
     def begin_decode(self) -> None:
         """One token of each row comes next."""
@@ -107,26 +126,36 @@ class Attention:
         for at, (row, context) in enumerate(zip(served, contexts, strict=True)):
             table[at, :context] = row * stop + pads[row] + torch.arange(context)
         columns = torch.arange(start, stop)
+        integers = {
+            "cu_seqlens": torch.tensor([0, *itertools.accumulate(current)]),
+            "slot_table": table.to(like.device),
+            "request_rows": torch.arange(len(served)),
+            "context_lens": torch.tensor(contexts),
+        }
         plan = plan_mla_prefill(
-            torch.tensor([0, *itertools.accumulate(current)]),
-            table.to(like.device),
-            torch.arange(len(served)),
-            torch.tensor(contexts),
+            *integers.values(),
             shape=shape,
             dtype=like.dtype,
             num_slots=len(pads) * stop,
             history_chunk_size=self._chunk,
             provider=self._provider,
         )
-        return Step(plan=plan, current=(columns >= torch.tensor(pads)[:, None]).to(like.device))
+        # as the judge gives them
+        arguments: Arguments = {name: tensor.to(like.device, torch.int32) for name, tensor in integers.items()}
+        current_columns = (columns >= torch.tensor(pads)[:, None]).to(like.device)
+        return Step(plan=plan, current=current_columns, arguments=arguments | {"history_chunk_size": self._chunk})
 
     def _attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         """As transformers calls it: queries ``[B, H, columns, Dq]`` to outputs ``[B, columns, H, Dv]``."""
-        if self._step is not None:
-            out = _attend_latent(module, query, key, value, options["scaling"], self._step)
-            self._calls[f"{self._stage}/{MLA_PREFILL}"] += 1
+        if self.seam is not None and self._step is not None:
+            if isinstance(self._step, PackedStep):
+                check_plain(options)
+                out = self._step.attend(self.seam, module.layer_idx, query, key, value, float(options["scaling"]))
+            else:
+                out = _attend_latent(self.seam, module, query, key, value, float(options["scaling"]), self._step)
+            self._calls[f"{self._stage}/{self.seam.name}"] += 1
             return out, None
         if self.plain == "eager":
             function = sys.modules[type(module).__module__].eager_attention_forward
@@ -160,20 +189,23 @@ class Attention:
         return expand_kv
 
 
-def _attend_latent(module: Any, query: Tensor, kv_c: Tensor, k_pe: Tensor, scale: float, step: Step) -> Tensor:
+def _attend_latent(
+    seam: Seam, module: Any, query: Tensor, kv_c: Tensor, k_pe: Tensor, scale: float, step: Step
+) -> Tensor:
     """One call for all tokens of the step; columns without a token stay zero."""
     shape = step.plan.shape
-    weight = module.kv_b_proj.weight.view(shape.num_heads, shape.d_nope + shape.d_v, shape.kv_lora_rank)
     queries = query.transpose(1, 2)
-    served, _ = mla_prefill(
-        queries[step.current],
-        kv_c.reshape(-1, shape.kv_lora_rank),
-        k_pe.reshape(-1, shape.d_rope),
-        weight,
-        softmax_scale=float(scale),
-        plan=step.plan,
-        return_lse=False,
-    )
+    tensors = {
+        "q": queries[step.current],
+        "kv_c": kv_c.reshape(-1, shape.kv_lora_rank),
+        "k_pe": k_pe.reshape(-1, shape.d_rope),
+        "kv_b_proj": module.kv_b_proj.weight.view(shape.num_heads, shape.d_nope + shape.d_v, shape.kv_lora_rank),
+    }
+
+    def house() -> Tensor:
+        return mla_prefill(*tensors.values(), softmax_scale=scale, plan=step.plan, return_lse=False)[0]
+
+    served = seam.serve(module.layer_idx, tensors | {"softmax_scale": scale} | step.arguments, house)
     out = query.new_zeros(*queries.shape[:3], shape.d_v)
     out[step.current] = served
     return out

