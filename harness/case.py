@@ -7,6 +7,9 @@ from typing import Any
 
 # raised whenever the same case would give other tensors
 GENERATOR_VERSION = 2
+# endings of the names of sizes that have one entry per request: counts of tokens, and what else belongs to it
+LENGTHS = "_lens"
+PER_REQUEST = (LENGTHS, "_starts", "_seeds", "_holes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -200,6 +200,8 @@ def _companions_block(rows: Rows, head: int, queries: slice, *, absorbed: bool) 
     q, last_key = rows.q[queries, head : head + 1], rows.last_key[queries]
     k, v, scale = rows.k[:, head : head + 1], rows.v[:, head : head + 1], rows.softmax_scale
     logits = masked_logits(q, k, last_key, softmax_scale=scale)
+    if rows.selected is not None:
+        logits = logits.masked_fill(~rows.selected[queries, None], float("-inf"))
     out, lse = softmax_with_lse(logits, v)
     seen = logits[:, 0] > float("-inf")
     z, out, lse = logits[:, 0].masked_fill(~seen, 0.0), out[:, 0], lse[:, 0]

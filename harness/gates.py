@@ -118,10 +118,18 @@ def _representable(values: Tensor, dtype: torch.dtype) -> Tensor:
 def _power_of_two_stretches(rows: Rows) -> Tensor:
     """``[n]``: whether each stretch between merges shows ``2^k`` keys or none, and so does the whole row."""
     starts, ends = [0, *rows.split_ends[:-1]], rows.split_ends or (int(rows.last_key.max()) + 1,)
-    seen = [(rows.last_key + 1).clamp(min=start, max=end) - start for start, end in zip(starts, ends, strict=True)]
-    return torch.stack([(count == 0) | _power_of_two(count) for count in seen]).all(dim=0) & _power_of_two(
-        rows.last_key + 1
-    )
+    seen = [_seen_between(rows, start, end) for start, end in zip(starts, ends, strict=True)]
+    whole = _power_of_two(torch.stack(seen).sum(dim=0))
+    return torch.stack([(count == 0) | _power_of_two(count) for count in seen]).all(dim=0) & whole
+
+
+def _seen_between(rows: Rows, start: int, end: int) -> Tensor:
+    """``[n]``: how many of the keys ``start .. end - 1`` each query sees."""
+    if rows.selected is None:
+        return (rows.last_key + 1).clamp(min=start, max=end) - start
+    part = rows.selected[:, start:end]
+    behind = torch.arange(start, start + part.shape[1], device=part.device) > rows.last_key[:, None]
+    return part.masked_fill(behind, False).sum(dim=1)
 
 
 def _power_of_two(count: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class Rows:
         q: ``[n, h, Dq]``.
         k: ``[S, h, Dq]``.
         v: ``[S, h, Dv]``.
-        last_key: ``[n]``, last visible key of each query, -1 for none.
+        last_key: ``[n]``, last key that each query may see, -1 for none.
         softmax_scale: Factor on the logits.
         projected_dims: Leading key dimensions that come out of a projection inside the kernel; 0 for none.
         projection_depth: Length of the inner products of that projection.
@@ -53,6 +53,11 @@ class Rows:
         split_ends: End of each stretch of keys whose result a kernel may store before merging, where the operation says
             so; empty where that is left to the kernel.
         slots: ``[S]``, physical slot of each key; None without indirection.
+        selected: ``[n, S]``, bool, the keys up to ``last_key`` that a query sees; None for all of them.
+        lists: ``[n, L]``, the keys that each query lists, -1 behind them; one that is listed twice counts twice. Then
+            ``k`` and ``v`` have one head, which all query heads share, and ``last_key`` counts the entries of a list.
+            None where a query sees keys by their place.
+        attn_sink: ``[h]``, a logit that takes weight and has no value; None without. Only with ``lists``.
     """
 
     request: int
@@ -71,6 +76,9 @@ class Rows:
     latent: Latent | None = None
     split_ends: tuple[int, ...] = ()
     slots: Tensor | None = None
+    selected: Tensor | None = None
+    lists: Tensor | None = None
+    attn_sink: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +108,7 @@ class Result:
         field: The field of the contract that names its format; None for integers.
         dtype: Of integers, such as ``int32``; None otherwise.
         axes: What each of its dimensions counts, as fields of ``record.Location``.
+        within: Size of the buffer in whose midst it lies for a kernel that writes into given tensors; its own if None.
     """
 
     name: str
@@ -107,6 +116,7 @@ class Result:
     axes: tuple[str, ...]
     field: str | None = None
     dtype: str | None = None
+    within: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +134,7 @@ class Outline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOutline:
-    """An ``Outline``: ``out``, ``[T, H, Dv]``, and ``lse``, ``[T, H]``.
+    """An ``Outline``: ``out``, ``[T, H, Dv]``, ``lse``, ``[T, H]``, and, of some operations, ``max_logits``, ``[T, H]``.
 
     Attributes:
         num_tokens: ``T``.
@@ -134,6 +144,8 @@ class AttentionOutline:
         requests: ``[T]``, the owner of each row.
         nan_rows: ``[T]``, rows that see a NaN among their keys and must say so; None for none.
         undefined_columns: Elements that must not be finite.
+        max_logits: Whether the highest logit of each row is an answer, too; ``-inf`` in a row that sees no key.
+        out_within: Size of the buffer that a kernel is given a part of as its ``out``; None for one of its own size.
     """
 
     num_tokens: int
@@ -143,14 +155,17 @@ class AttentionOutline:
     requests: Tensor
     nan_rows: Tensor | None = None
     undefined_columns: tuple[UndefinedColumn, ...] = ()
+    max_logits: bool = False
+    out_within: tuple[int, ...] | None = None
 
     @property
     def results(self) -> tuple[Result, ...]:
-        """The output and its log-sum-exp."""
+        """The output, its log-sum-exp, and the highest logit if it is asked for."""
         rows, axes = (self.num_tokens, self.num_heads), ("token", "head")
+        names = ("lse", "max_logits") if self.max_logits else ("lse",)
         return (
-            Result(name="out", shape=(*rows, self.d_v), axes=(*axes, "dim"), field="out"),
-            Result(name="lse", shape=rows, axes=axes, field="lse"),
+            Result(name="out", shape=(*rows, self.d_v), axes=(*axes, "dim"), field="out", within=self.out_within),
+            *(Result(name=name, shape=rows, axes=axes, field="lse") for name in names),
         )
 
     @property
@@ -235,7 +250,7 @@ class Operation(Protocol):
 
 @runtime_checkable
 class AttentionOperation(Operation, Protocol):
-    """A softmax over keys, whose results are ``out`` and ``lse``: judged row by row by ``harness.gates``."""
+    """A softmax over keys, judged row by row by ``harness.gates``: results ``out``, ``lse``, perhaps ``max_logits``."""
 
     def outline(self, case: Case) -> AttentionOutline:
         """What the answer must look like."""

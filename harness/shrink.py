@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from .case import Case
+from .case import LENGTHS, PER_REQUEST, Case
 from .record import GateResult, Record, Verdict
 
 # verdicts that blame no kernel: there is nothing to make smaller
@@ -20,7 +20,7 @@ NO_FAULT = frozenset({Verdict.PASS, Verdict.UNSUPPORTED, Verdict.INVALID_CASE, V
 NONDETERMINISTIC_RUNS = 3
 # what a later operation adds to these lines is shrunk as well
 DIMENSIONS = {"d_qk": 1, "d_v": 1, "kv_lora_rank": 1, "d_nope": 1, "d_rope": 0}
-PLAIN_LAYOUT = {"attention": "packed", "mla_prefill": "split"}
+PLAIN_LAYOUT = {"attention": "packed", "mla_prefill": "split", "masked_mha": "packed"}
 PLAIN_FAMILY = "diffuse"
 # products of tokens, heads and dimensions below which a case is no burden for a CPU
 CPU_ELEMENTS = 1 << 24
@@ -160,8 +160,13 @@ def _with(case: Case, **sizes: Any) -> Case:
 
 
 def _lengths(case: Case) -> dict[str, list[int]]:
+    """The sizes that count tokens of each request."""
+    return {name: value for name, value in case.sizes.items() if name.endswith(LENGTHS)}
+
+
+def _of_requests(case: Case) -> dict[str, list[int]]:
     """The sizes that have one entry per request."""
-    return {name: value for name, value in case.sizes.items() if name.endswith("_lens")}
+    return {name: value for name, value in case.sizes.items() if name.endswith(PER_REQUEST)}
 
 
 def _requests(case: Case) -> int:
@@ -187,7 +192,7 @@ def _drop_requests(search: _Search) -> None:
     while stretch >= 1:
         start = 0
         while start < _requests(search.best):
-            left = {name: lens[:start] + lens[start + stretch :] for name, lens in _lengths(search.best).items()}
+            left = {name: own[:start] + own[start + stretch :] for name, own in _of_requests(search.best).items()}
             # what follows moves up into the gap, so the place stays
             if not all(left.values()) or not search.keeps(_with(search.best, **left)):
                 start += stretch

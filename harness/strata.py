@@ -118,7 +118,8 @@ def _split_spread(c: Companions) -> Tensor:
 def _strata(c: Companions, rows: Rows) -> dict[str, Tensor]:
     """The stratum of each row, by kind, ``[n, h]``."""
     heads, tokens = rows.heads.to(c.lse.device), rows.tokens.to(c.lse.device)
-    last_key, last_tile = c.visible - 1, (c.keys - 1).div(LAST_TILE, rounding_mode="floor")
+    last_key = rows.last_key.to(c.lse.device)[:, None].expand_as(c.lse)
+    last_tile = (c.keys - 1).div(LAST_TILE, rounding_mode="floor")
     # the last query of a request is always among those judged
     behind = (tokens.max() - tokens)[:, None].expand_as(c.lse)
     return {

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..case import Case
+from ..case import PER_REQUEST, Case
 
 Sizes = dict[str, Any]
 
@@ -86,13 +86,13 @@ def _require(name: str, value: Any, fits: bool, what: str) -> None:
         raise ValueError(f"{name} must be {what}, got {value!r}")
 
 
-def _lengths(sizes: Sizes) -> dict[str, list[int]]:
+def _of_requests(sizes: Sizes) -> dict[str, list[int]]:
     """The sizes with one entry per request."""
-    return {name: value for name, value in sizes.items() if name.endswith("_lens")}
+    return {name: value for name, value in sizes.items() if name.endswith(PER_REQUEST)}
 
 
 def _same_requests(sizes: Sizes) -> None:
-    first, *others = _lengths(sizes).items()
+    first, *others = _of_requests(sizes).items()
     for name, lens in others:
         fits = len(lens) == len(first[1])
         _require(f"the length of {name}", len(lens), fits, f"that of {first[0]}, {len(first[1])}")
@@ -115,8 +115,16 @@ def _queries_within_context(sizes: Sizes) -> None:
         _require(f"context_lens[{at}]", context, queries <= context, what)
 
 
+def _keys_within_mask(sizes: Sizes) -> None:
+    behind = [start + length for start, length in zip(sizes["key_starts"], sizes["key_lens"], strict=True)]
+    bits = 32 * sizes["mask_words"]
+    what = f"such that a mask of {sizes['mask_words']} words has a bit for each key up to {max(behind)}"
+    _require("mask_words", sizes["mask_words"], max(behind) <= bits, what)
+
+
 RELATIONS: dict[str, tuple[Callable[[Sizes], None], ...]] = {
     "attention": (_whole_groups,),
+    "masked_mha": (_whole_groups, _keys_within_mask),
     "mla_prefill": (_queries_within_context,),
     "token_scores": (_queries_within_context,),
 }
