@@ -6,155 +6,20 @@ repository is run, and weights are read from safetensors or GGUF alone.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from ..extras import require
 from ._hf_attention import MLA_PREFILL, PLAIN, Attention
-from ._hf_batch import Answer, PaddedBatch, choose, next_log_probabilities
+from ._hf_model import HfModel
 from ._hf_weights import SMOLLM2, Weights, digest, find_smollm2, load_network
-from .interface import ERROR, Failure, Generated, GenerateRequest, OutOfMemoryError, Scored, ScoreRequest
 from .tokenizers import HubTokenizer
 
 # of 32: all four widths are in use, and its loss on English text is that of the original within 0.01
 SMOLLM2_FREQUENCIES = 24
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 YES_NO = {"yes": True, "no": False}
-
-Request = TypeVar("Request", GenerateRequest, ScoreRequest)
-
-
-class HfModel:
-    """The model.
-
-    Attributes:
-        tokenizer: Its tokenizer.
-        context_length: Tokens that its positions reach.
-        seam: Where an operation of the house serves its prefill; None where none does.
-    """
-
-    def __init__(
-        self, network: Any, tokenizer: HubTokenizer, attention: Attention, described: dict[str, Any], *, step: int
-    ) -> None:
-        """Take what ``load`` made; ``step`` is the most tokens of a prompt that are read at once, 0 for all."""
-        self.tokenizer = tokenizer
-        self.context_length = int(network.config.max_position_embeddings)
-        self.seam = attention.seam
-        self._network, self._attention, self._described, self._step = network, attention, described, step
-        ends = network.generation_config.eos_token_id
-        self._ends = frozenset([ends] if isinstance(ends, int) else ends or ())
-        self._like = next(network.parameters())
-
-    def describe(self) -> dict[str, Any]:
-        """All that its answers depend on."""
-        return dict(self._described)
-
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generated | Failure]:
-        """All at once."""
-        return self._answer(requests, lambda one: one.max_new_tokens, self._generate)
-
-    def score(self, requests: Sequence[ScoreRequest]) -> list[Scored | Failure]:
-        """All at once."""
-        return self._answer(requests, lambda one: len(one.target_ids), self._score)
-
-    def _answer(
-        self, requests: Sequence[Request], behind: Callable[[Request], int], ask: Callable[[list[Request]], list[Any]]
-    ) -> list[Any]:
-        """Put what can be asked to the model; the other requests fail."""
-        outcomes: list[Any] = [self._refusal(one.prompt_ids, behind(one)) for one in requests]
-        asked = [at for at, outcome in enumerate(outcomes) if outcome is None]
-        if asked:
-            # what a batch that failed had counted is nobody's
-            self._attention.take()
-            for at, outcome in zip(asked, _in_memory(ask, [requests[at] for at in asked]), strict=True):
-                outcomes[at] = outcome
-        return outcomes
-
-    def _refusal(self, prompt_ids: tuple[int, ...], behind: int) -> Failure | None:
-        if not prompt_ids:
-            return Failure(status=ERROR, reason="the prompt must have at least one token, got none")
-        if len(prompt_ids) + behind > self.context_length:
-            sizes = f"{len(prompt_ids)} and {behind} behind it"
-            return Failure(status=ERROR, reason=f"the prompt must fit {self.context_length} tokens, got {sizes}")
-        return None
-
-    def _generate(self, requests: list[GenerateRequest]) -> list[Generated | Failure]:
-        batch = PaddedBatch.of([one.prompt_ids for one in requests], self._like.device)
-        answers = [Answer(request=one, tokenizer=self.tokenizer, ends=self._ends) for one in requests]
-        cache = self._new_cache()
-        for _, _, logits in self._prefill(batch, cache, keep=1):
-            last = logits[:, -1]
-        chosen = choose(last, answers)
-        mask, positions = batch.mask, batch.positions[:, -1:]
-        while not all(answer.reason for answer in answers):
-            mask, positions = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1), positions + 1
-            ids = torch.tensor(chosen, device=mask.device)[:, None]
-            self._attention.begin_decode()
-            logits = self._forward(ids, mask, positions, cache, keep=1)
-            calls = self._attention.take()
-            for answer, mine in zip(answers, batch.calls, strict=True):
-                if not answer.reason:
-                    mine.update(calls)
-            chosen = choose(logits[:, -1], answers)
-        return [answer.outcome(calls) for answer, calls in zip(answers, batch.calls, strict=True)]
-
-    def _score(self, requests: list[ScoreRequest]) -> list[Scored | Failure]:
-        batch = PaddedBatch.of([one.prompt_ids + one.target_ids for one in requests], self._like.device)
-        parts = []
-        for start, stop, logits in self._prefill(batch, self._new_cache(), keep=0):
-            following = batch.ids[:, start + 1 : stop + 1]
-            parts.append(next_log_probabilities(logits[:, : following.shape[1]], following))
-        rows = torch.cat(parts, dim=1).tolist()
-        found: list[Scored | Failure] = []
-        for one, row, pad, calls in zip(requests, rows, batch.pads, batch.calls, strict=True):
-            values, at = row[pad:], len(one.prompt_ids) - 1
-            found.append(Scored(prompt=tuple(values[:at]), target=tuple(values[at:]), kernel_calls=dict(calls)))
-        return found
-
-    def _prefill(self, batch: PaddedBatch, cache: Any, *, keep: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Read a batch step by step; each step's columns and logits, of the last ``keep`` of them or all for 0."""
-        for start, stop in batch.steps(self._step):
-            self._attention.begin_prefill(batch.pads, start, stop, self._like)
-            columns = slice(start, stop)
-            logits = self._forward(
-                batch.ids[:, columns], batch.mask[:, :stop], batch.positions[:, columns], cache, keep=keep
-            )
-            batch.count(self._attention.take(), stop)
-            yield start, stop, logits
-
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, *, keep: int) -> Tensor:
-        with torch.inference_mode():
-            logits: Tensor = self._network(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=positions,
-                cache=cache,
-                use_cache=True,
-                logits_to_keep=keep,
-            ).logits
-        return logits
-
-    def _new_cache(self) -> Any:
-        return require("transformers", extra="model").DynamicCache(config=self._network.config)
-
-
-def _in_memory(ask: Callable[[list[Request]], list[Any]], requests: list[Request]) -> list[Any]:
-    """Ask, and tell what did not fit from what went wrong."""
-    try:
-        # decoding writes in place what a prefill made
-        with torch.inference_mode():
-            return ask(requests)
-    except torch.OutOfMemoryError as error:
-        raise OutOfMemoryError(str(error).partition("\n")[0]) from None
-    except RuntimeError as error:
-        # the allocator of the CPU has no class of its own
-        if "DefaultCPUAllocator" not in str(error):
-            raise
-        raise OutOfMemoryError(str(error).partition("\n")[0]) from None
 
 
 def load(
