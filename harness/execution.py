@@ -123,7 +123,7 @@ def _execute(
         return stop or Stop(verdict=Verdict.CRASH, text="the kernel was never bound")
     gates = _repeats(outline, first, second, last) if contract.deterministic else []
     if outline.follows_contents:
-        gates += replay_gates(run, kernel.bind, inputs.arguments, contract, first)
+        gates += replay_gates(run, kernel.bind, inputs.arguments, contract, first, outline.lists)
         inputs.ledger.restore()
     return Execution(contract=contract, first=first, last=last, gates=tuple(gates))
 

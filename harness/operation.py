@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .answers import Answer
+from .captures import Capture
 from .case import Case
 from .contract import Contract
 from .conventions import Conventions
@@ -126,10 +127,12 @@ class Outline:
     Attributes:
         results: Its tensors, in order.
         follows_contents: Whether other floating inputs must give other results; not where a rule fixes all of them.
+        lists: Integer arguments that are contents as well, lists of positions that a kernel reads at each call.
     """
 
     results: tuple[Result, ...]
     follows_contents: bool = True
+    lists: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +149,7 @@ class AttentionOutline:
         undefined_columns: Elements that must not be finite.
         max_logits: Whether the highest logit of each row is an answer, too; ``-inf`` in a row that sees no key.
         out_within: Size of the buffer that a kernel is given a part of as its ``out``; None for one of its own size.
+        lists: As of an ``Outline``.
     """
 
     num_tokens: int
@@ -157,6 +161,7 @@ class AttentionOutline:
     undefined_columns: tuple[UndefinedColumn, ...] = ()
     max_logits: bool = False
     out_within: tuple[int, ...] | None = None
+    lists: tuple[str, ...] = ()
 
     @property
     def results(self) -> tuple[Result, ...]:
@@ -271,6 +276,17 @@ class GatedOperation(Operation, Protocol):
 
     def judge(self, case: Case, oracle: Any, answer: Answer, contract: Contract) -> Judged:
         """Hold an answer of the right shapes and formats against the oracle."""
+        ...
+
+
+@runtime_checkable
+class CapturedOperation(Protocol):
+    """One that can be judged on captured calls; ``captured_from`` is the operation whose calls they are."""
+
+    captured_from: str
+
+    def captured_cases(self, capture: Capture, dtype: str, seed: int) -> list[Case]:
+        """The cases of one captured call, its tensors rounded to ``dtype``."""
         ...
 
 

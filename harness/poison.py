@@ -67,7 +67,7 @@ def left_as(tensor: Tensor, fill: float) -> Tensor:
     """Which elements hold what their memory was poisoned with by ``poisoned_allocations(fill)``."""
     if _has_nan(tensor):
         return tensor.isnan() if math.isnan(fill) else tensor == fill
-    if tensor.dtype == torch.bool or not tensor.dtype.is_signed:
+    if tensor.dtype != torch.bool and not tensor.dtype.is_signed:
         return torch.zeros_like(tensor, dtype=torch.bool)
     return tensor == _integer_poison(tensor, fill)
 
@@ -152,12 +152,12 @@ def _guard_fill(band: Tensor) -> float:
 def _integer_poison(tensor: Tensor, fill: float) -> int:
     """Integers have no NaN, so they get one sentinel in its stead and another for any other fill."""
     if tensor.dtype == torch.bool:
-        return 1
+        return int(math.isnan(fill))
     return max(int(SENTINEL), torch.iinfo(tensor.dtype).min) + (not math.isnan(fill))
 
 
 def _fill(tensor: Tensor, value: float) -> Tensor:
-    if tensor.dtype == torch.bool or not tensor.dtype.is_signed:
+    if tensor.dtype != torch.bool and not tensor.dtype.is_signed:
         value = 1
     return tensor.fill_(value)
 

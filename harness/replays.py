@@ -20,6 +20,7 @@ def replay_gates(
     arguments: dict[str, Any],
     contract: Contract,
     first: Answer,
+    lists: tuple[str, ...] = (),
 ) -> list[GateResult]:
     """Run again on other contents at the same addresses; on a GPU, on a side stream and through a graph, too.
 
@@ -29,14 +30,15 @@ def replay_gates(
         arguments: Its inputs, whose floating contents are changed in place: lengths and slots are the host's plan.
         contract: What it promised; bits are compared only if it is deterministic.
         first: Its answer to the unchanged inputs.
+        lists: Integer inputs that are no plan, and change as well.
     """
     gates = []
     device = first[0].device
     if device.type == "cuda" and contract.deterministic:
         gates.append(_side_stream(run, first, device))
         if contract.capturable:
-            gates.append(_graph(run, arguments, device))
-    _change_contents(arguments)
+            gates.append(_graph(run, arguments, lists, device))
+    _change_contents(arguments, lists)
     # copied before the run, which may write what its contract lets it write
     elsewhere = {name: _elsewhere(value) for name, value in arguments.items()} if contract.deterministic else None
     with phase("kernel", device):
@@ -70,7 +72,9 @@ def _side_stream(run: Callable[[], Any], first: Answer, device: torch.device) ->
     return _gate("G7 side stream", first, aside)
 
 
-def _graph(run: Callable[[], Any], arguments: dict[str, Any], device: torch.device) -> GateResult:
+def _graph(
+    run: Callable[[], Any], arguments: dict[str, Any], lists: tuple[str, ...], device: torch.device
+) -> GateResult:
     """Capture, change the contents, replay: a kernel that read anything at capture time gives old values."""
     try:
         with phase("kernel"):
@@ -78,7 +82,7 @@ def _graph(run: Callable[[], Any], arguments: dict[str, Any], device: torch.devi
     except RuntimeError as error:
         text = f"declared capturable, but the capture failed: {error}"
         return GateResult(gate="G7 graph capture", ratio=float("inf"), text=text)
-    _change_contents(arguments)
+    _change_contents(arguments, lists)
     with phase("kernel", device):
         graph.replay()
         replayed = copied(captured)
@@ -86,11 +90,16 @@ def _graph(run: Callable[[], Any], arguments: dict[str, Any], device: torch.devi
     return _gate("G7 graph replay", plain, replayed)
 
 
-def _change_contents(arguments: dict[str, Any]) -> None:
-    """Other values at the same addresses; NaN stays where no token lies, and so do infinities, which have a meaning."""
-    for value in arguments.values():
+def _change_contents(arguments: dict[str, Any], lists: tuple[str, ...]) -> None:
+    """Other values at the same addresses; NaN stays where no token lies, and so do infinities, which have a meaning.
+
+    Each position of a list becomes the next one, which leaves no set of some positions what it was; padding stays.
+    """
+    for name, value in arguments.items():
         if isinstance(value, Tensor) and value.is_floating_point():
             value.mul_(torch.where(value.isinf(), 1.0, -0.5))
+        elif name in lists:
+            value.add_((value >= 0) & (value < torch.iinfo(value.dtype).max))
 
 
 def _gate(name: str, expected: Answer, got: Answer) -> GateResult:

