@@ -82,6 +82,9 @@ def check(
     geometry: Annotated[str | None, typer.Option(help="R/Dn/Dr/Dv of mla_prefill, Dq/Dv of attention.")] = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Query heads, instead of the tier's own.")] = None,
     shapes: Annotated[Path | None, typer.Option(help="TOML file of cases to judge instead of the tier's.")] = None,
+    captured: Annotated[
+        Path | None, typer.Option(help="Folder of `assay eval capture`, whose calls are judged instead.")
+    ] = None,
     case: Annotated[str | None, typer.Option(help="Judge this one case: its id, or the end of it.")] = None,
     family: Annotated[str | None, typer.Option(help="Judge this family only.")] = None,
     shard: Annotated[
@@ -127,6 +130,7 @@ def check(
         geometry=geometry,
         heads=heads,
         shapes=shapes,
+        captured=captured,
         case_id=case,
         family=family,
         shard=shard,

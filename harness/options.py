@@ -30,6 +30,7 @@ class CheckOptions:
     geometry: str | None = None
     heads: int | None = None
     shapes: Path | None = None
+    captured: Path | None = None
     case_id: str | None = None
     family: str | None = None
     shard: str | None = None
@@ -46,7 +47,16 @@ class CheckOptions:
     @property
     def whole_tier(self) -> bool:
         """Whether no option leaves cases of the tier out."""
-        narrowed = (self.dtypes, self.geometry, self.heads, self.shapes, self.case_id, self.family, self.shard)
+        narrowed = (
+            self.dtypes,
+            self.geometry,
+            self.heads,
+            self.shapes,
+            self.captured,
+            self.case_id,
+            self.family,
+            self.shard,
+        )
         return not any(narrowed)
 
 
@@ -145,7 +155,8 @@ def command_of(options: CheckOptions, record: Record) -> str:
     """The command that judges this one record again."""
     parts = ["assay check", record.op, "--case", record.case["id"], "--tier", options.tier, "--seed", str(options.seed)]
     parts += ["--kernel", f"'{options.kernel or record.kernel}'", "--device", options.device]
-    for flag, value in (("--geometry", options.geometry), ("--heads", options.heads), ("--shapes", options.shapes)):
+    given = {"--geometry": options.geometry, "--heads": options.heads, "--shapes": options.shapes}
+    for flag, value in (given | {"--captured": options.captured}).items():
         parts += [flag, str(value)] if value is not None else []
     for dtype in options.dtypes:
         parts += ["--dtype", dtype]

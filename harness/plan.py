@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from .captures import CaptureError, captured_cases
 from .case import Case, plan_digest
 from .discovery import PluginError, load_cases, operation_names
 from .operation import CaseRequest, Operation
@@ -16,12 +17,23 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Which cases of a tier are wanted; None everywhere means all."""
+    """Which cases of a tier are wanted; None everywhere means all.
+
+    Attributes:
+        case_id: The end of the id of one case.
+        family: One family.
+        shapes: A TOML file of cases instead of the tier's.
+        plugin: The entry point of further cases.
+        captured: A folder of captured calls instead of the tier's cases.
+        captured_dtypes: Their tensors are rounded to each of these; empty for their own dtype.
+    """
 
     case_id: str | None = None
     family: str | None = None
     shapes: Path | None = None
     plugin: str | None = None
+    captured: Path | None = None
+    captured_dtypes: tuple[str, ...] = ()
 
 
 class UsageError(ValueError):
@@ -36,11 +48,16 @@ def plan_cases(operations: list[Operation], request: CaseRequest, selection: Sel
     """
     if selection.shapes is not None and (request.geometry or request.heads):
         raise UsageError("--shapes must stand alone: --geometry and --heads would change nothing beside it")
+    if selection.captured is not None and (request.geometry or request.heads or selection.shapes):
+        raise UsageError("--captured must stand alone: --geometry, --heads and --shapes would change nothing beside it")
     cases = []
     for operation in operations:
         if selection.plugin is not None:
             cases += _plugged_cases(selection.plugin, operation, request)
-        cases += _shape_cases(operation, request, selection.shapes) if selection.shapes else operation.cases(request)
+        cases += _own_cases(operation, request, selection)
+    if selection.captured is not None and not cases:
+        names = ", ".join(operation.name for operation in operations)
+        raise UsageError(f"--captured must hold calls that {names} can be judged on, got none in {selection.captured}")
     if selection.family is not None:
         known = sorted({case.family for case in cases})
         cases = [case for case in cases if case.family == selection.family]
@@ -59,6 +76,18 @@ def plan_cases(operations: list[Operation], request: CaseRequest, selection: Sel
 def describe(cases: list[Case]) -> str:
     """Count and digest of the frozen plan."""
     return f"{len(cases)} cases, plan {plan_digest(cases)}"
+
+
+def _own_cases(operation: Operation, request: CaseRequest, selection: Selection) -> list[Case]:
+    """Those of a file or folder where one is given, or else of the tier."""
+    if selection.shapes is not None:
+        return _shape_cases(operation, request, selection.shapes)
+    if selection.captured is None:
+        return operation.cases(request)
+    try:
+        return captured_cases(operation, selection.captured, selection.captured_dtypes, request.seed)
+    except CaptureError as error:
+        raise UsageError(f"--captured: {error}") from error
 
 
 def _plugged_cases(name: str, operation: Operation, request: CaseRequest) -> list[Case]:

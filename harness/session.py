@@ -45,7 +45,14 @@ def run_check(options: CheckOptions, console: Console) -> int:
     """
     chosen, device, shard = chosen_operations(options), resolve_device(options.device), chosen_shard(options)
     request, waivers = case_request(options, chosen), _waivers(options.waivers)
-    selection = Selection(case_id=options.case_id, family=options.family, shapes=options.shapes, plugin=options.cases)
+    selection = Selection(
+        case_id=options.case_id,
+        family=options.family,
+        shapes=options.shapes,
+        plugin=options.cases,
+        captured=options.captured,
+        captured_dtypes=options.dtypes,
+    )
     # the plan is frozen and its digest printed before a kernel's code is imported
     plan = plan_cases(chosen, request, selection)
     cases = shard.of(plan)

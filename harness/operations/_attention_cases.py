@@ -6,6 +6,7 @@ import numpy as np
 
 from ..activations import captured_sizes
 from ..batches import Batch, at_edge, decode_batch, draw_scale, edge_batch, log_uniform, uneven_batch
+from ..captures import Capture
 from ..case import Case
 from ..families import FAMILIES, RARE_FAMILIES
 from ..operation import CaseRequest
@@ -45,6 +46,30 @@ def attention_cases(request: CaseRequest, op: str) -> list[Case]:
         for _ in range(NIGHTLY_CASES):
             _nightly_case(draw)
     return draw.cases
+
+
+def count_logits(sizes: dict[str, Any]) -> int:
+    """Of all requests and heads, masked ones included."""
+    pairs = zip(sizes["query_lens"], sizes["key_lens"], strict=True)
+    heads: int = sizes["num_heads"]
+    return heads * int(sum(n * m for n, m in pairs))
+
+
+def captured_call(capture: Capture) -> dict[str, Any]:
+    """The sizes of a captured call."""
+    sizes = capture.sizes
+    return {
+        "captured": capture.name,
+        "softmax_scale": float(capture.numbers["softmax_scale"]),
+        "layout": "packed",
+        "d_qk": sizes["Dq"],
+        "d_v": sizes["Dv"],
+        "num_heads": sizes["H"],
+        "num_kv_heads": sizes["Hkv"],
+        "causal": True,
+        "query_lens": [sizes["n"]],
+        "key_lens": [sizes["T"]],
+    }
 
 
 def _full_cases(draw: "_Draw") -> None:
@@ -208,7 +233,6 @@ class _Draw:
         self._append("captured", dtype, sizes)
 
     def _append(self, family: str, dtype: str, sizes: dict[str, Any]) -> None:
-        logits = sizes["num_heads"] * sum(n * m for n, m in zip(sizes["query_lens"], sizes["key_lens"], strict=True))
-        seed, large = int(self.rng.integers(2**31)), logits > CPU_LOGITS
+        seed, large = int(self.rng.integers(2**31)), count_logits(sizes) > CPU_LOGITS
         case = Case(op=self.op, family=family, dtype=dtype, seed=seed, sizes=sizes, needs_device=large)
         self.cases.append(case)

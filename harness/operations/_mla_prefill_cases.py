@@ -6,6 +6,7 @@ import numpy as np
 
 from ..activations import captured_sizes
 from ..batches import Batch, decode_batch, draw_scale, edge_batch, log_uniform, uneven_batch
+from ..captures import Capture
 from ..case import Case
 from ..families import FAMILIES, RARE_FAMILIES
 from ..operation import CaseRequest
@@ -71,6 +72,33 @@ def mla_prefill_cases(request: CaseRequest, op: str) -> list[Case]:
         for _ in range(NIGHTLY_CASES):
             _nightly_case(draw)
     return draw.cases
+
+
+def expanded_products(sizes: dict[str, Any]) -> int:
+    """Multiplications of a case whose history is expanded."""
+    heads, d_v = sizes["num_heads"], sizes["d_v"]
+    expansion = sum(sizes["context_lens"]) * heads * sizes["kv_lora_rank"] * (sizes["d_nope"] + d_v)
+    pairs = sum(n * c for n, c in zip(sizes["query_lens"], sizes["context_lens"], strict=True))
+    return int(expansion + pairs * heads * (sizes["d_nope"] + sizes["d_rope"] + d_v))
+
+
+def captured_call(capture: Capture) -> dict[str, Any]:
+    """The sizes of a captured call."""
+    sizes, numbers = capture.sizes, capture.numbers
+    d_nope = sizes["Dq"] - sizes["Dr"]
+    return {
+        "captured": capture.name,
+        "num_heads": sizes["H"],
+        "kv_lora_rank": sizes["R"],
+        "d_nope": d_nope,
+        "d_rope": sizes["Dr"],
+        "d_v": sizes["Db"] - d_nope,
+        "softmax_scale": float(numbers["softmax_scale"]),
+        "query_lens": [sizes["n"]],
+        "context_lens": [sizes["T"]],
+        "history_chunk_size": int(numbers["history_chunk_size"]),
+        "layout": "split",
+    }
 
 
 def _full_cases(draw: "_Draw") -> None:
@@ -178,10 +206,8 @@ class _Draw:
             "history_chunk_size": chunk,
             "layout": layout,
         }
-        expansion = sum(batch.context_lens) * heads * rank * (d_nope + d_v)
-        pairs = sum(n * c for n, c in zip(batch.query_lens, batch.context_lens, strict=True))
-        products = expansion + pairs * heads * (d_nope + d_rope + d_v)
-        self._append(family, dtype, sizes, needs_device=layout == "vast" or (device_cap and products > CPU_PRODUCTS))
+        large = device_cap and expanded_products(sizes) > CPU_PRODUCTS
+        self._append(family, dtype, sizes, needs_device=layout == "vast" or large)
 
     def captured(self, dtype: str, *, queries: int, tokens: int, chunk: int) -> None:
         if self.request.geometry or self.request.heads:

@@ -1,11 +1,12 @@
 """The cases of ``token_scores`` by tier: MLA prefill steps with an observation window and candidates by rule."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from ..batches import Batch, decode_batch, draw_scale, edge_batch, log_uniform, uneven_batch
+from ..captures import Capture
 from ..case import Case
 from ..operation import CaseRequest
 from ._mla_prefill_cases import CPU_PRODUCTS, MODELS, SMALL, SMALL_NOPE
@@ -16,6 +17,8 @@ FAMILIES = ("diffuse", "peaked", "shifted", "sunken", "leverage", "exact-uniform
 # per request: all tokens but the first and last few, its middle half, every other request's middle token alone
 RANGES = ("all", "middle", "single")
 NIGHTLY_CASES = 30
+# as SnapKV observes a prompt
+CAPTURED_WINDOW = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,14 @@ OBSERVATIONS = (
     Observation(window=16, recent_keep_tokens=40),
     Observation(window=7, candidate_start=4, unobserved=3),
 )
+
+
+def captured_observations(capture: Capture) -> list[dict[str, Any]]:
+    """The sizes of a case of each mode beside those of the captured prefill."""
+    window = min(CAPTURED_WINDOW, capture.sizes["n"])
+    # a request that is all window has all of its tokens as candidates
+    recent = window if capture.sizes["T"] > window else 0
+    return [{"mode": mode, **asdict(Observation(window=window, recent_keep_tokens=recent))} for mode in MODES]
 
 
 def token_scores_cases(request: CaseRequest, op: str) -> list[Case]:

@@ -8,7 +8,8 @@ import torch
 
 from ...optimized.attention import AttentionShape, attention, plan_attention
 from ...reference.mla_prefill import expand_latent
-from ..activations import captured_latents
+from ..activations import captured_latents, captured_requests, captured_tensors
+from ..captures import Capture
 from ..case import Case
 from ..contract import Contract, default_contract
 from ..families import attention_values, key_seen_by_all, nonfinite_dims, tokens_of, visible_nan
@@ -16,7 +17,7 @@ from ..operation import AttentionOutline, CaseRequest, Inputs, Kernel, Rows, Und
 from ..poison import Ledger
 from ..providers import BY_NAME, interpreted_tiles_refusal, known_providers, provider_refusal
 from ..sampling import sample_heads, sample_queries, sample_requests
-from ._attention_cases import LAYOUTS, attention_cases
+from ._attention_cases import CPU_LOGITS, LAYOUTS, attention_cases, captured_call, count_logits
 
 
 class Attention:
@@ -26,10 +27,17 @@ class Attention:
     arguments = ("q", "k", "v", "softmax_scale", "causal", "cu_seqlens_q", "cu_seqlens_k")
     optional_arguments: tuple[str, ...] = ()
     results = ("out", "lse")
+    captured_from = "attention"
 
     def cases(self, request: CaseRequest) -> list[Case]:
         """See ``_attention_cases``."""
         return attention_cases(request, self.name)
+
+    def captured_cases(self, capture: Capture, dtype: str, seed: int) -> list[Case]:
+        """The call as it was."""
+        sizes = captured_call(capture)
+        large = count_logits(sizes) > CPU_LOGITS
+        return [Case(op=self.name, family="captured", dtype=dtype, seed=seed, sizes=sizes, needs_device=large)]
 
     def inputs(self, case: Case, device: torch.device) -> Inputs:
         """Packed tensors between guard bands, or, by layout, columns of wider rows whose rest is NaN."""
@@ -115,6 +123,9 @@ def _values(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``q``, ``k`` and ``v`` of the family, float32, with what is undefined in them."""
     sizes, generator = case.sizes, torch.Generator().manual_seed(case.seed)
     query_lens, key_lens = sizes["query_lens"], sizes["key_lens"]
+    if case.family == "captured" and "k" in captured_tensors(sizes["captured"]):
+        q, k, v = captured_requests(captured_tensors(sizes["captured"]), query_lens, key_lens, ("k", "v"))
+        return q.float(), k.float(), v.float()
     if case.family == "captured":
         q, kv_c, k_pe, weights = (t.float() for t in captured_latents(sizes["captured"], query_lens, key_lens))
         w_uk, w_uv = weights.split([weights.shape[1] - sizes["d_v"], sizes["d_v"]], dim=1)

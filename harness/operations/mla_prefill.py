@@ -11,6 +11,7 @@ from ...optimized.attention import AttentionShape
 from ...optimized.mla_prefill import MlaShape, mla_prefill, plan_mla_prefill
 from ...reference.mla_prefill import expand_latent, requests
 from ..activations import captured_latents
+from ..captures import Capture
 from ..case import Case
 from ..contract import Contract, default_contract
 from ..families import latent_values, shared_prefixes, tokens_of, visible_nan
@@ -18,7 +19,7 @@ from ..operation import AttentionOutline, CaseRequest, Inputs, Kernel, Latent, R
 from ..poison import Ledger
 from ..providers import BY_NAME, interpreted_tiles_refusal, known_providers, provider_refusal
 from ..sampling import sample_heads, sample_queries, sample_requests
-from ._mla_prefill_cases import LAYOUTS, mla_prefill_cases
+from ._mla_prefill_cases import CPU_PRODUCTS, LAYOUTS, captured_call, expanded_products, mla_prefill_cases
 from ._mla_prefill_layout import caches_of, far_apart, slots_of, stored
 
 SIZES = ("num_heads", "kv_lora_rank", "d_nope", "d_rope", "d_v", "softmax_scale")
@@ -42,10 +43,17 @@ class MlaPrefill:
     )
     optional_arguments = ("history_chunk_size",)
     results = ("out", "lse")
+    captured_from = "mla_prefill"
 
     def cases(self, request: CaseRequest) -> list[Case]:
         """See ``_mla_prefill_cases``."""
         return mla_prefill_cases(request, self.name)
+
+    def captured_cases(self, capture: Capture, dtype: str, seed: int) -> list[Case]:
+        """The call as it was, its cache scattered anew."""
+        sizes = captured_call(capture)
+        large = expanded_products(sizes) > CPU_PRODUCTS
+        return [Case(op=self.name, family="captured", dtype=dtype, seed=seed, sizes=sizes, needs_device=large)]
 
     def inputs(self, case: Case, device: torch.device) -> Inputs:
         """Values of the family, scattered over permuted slots of a cache that is NaN wherever no token lies.

@@ -1,6 +1,7 @@
 """The operation ``token_scores``: how much an observation window of MLA prefill looks at each token of its request."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,12 +9,13 @@ import torch
 from ...optimized.mla_prefill import MlaPrefillPlan, MlaShape, mla_prefill, plan_mla_prefill
 from ...optimized.token_scores import TokenScoresPlan, plan_token_scores, token_scores
 from ..answers import Answer
+from ..captures import Capture
 from ..case import Case
 from ..contract import PRECISION_OF_DTYPE, Contract
 from ..families import EXACT_FAMILIES
 from ..operation import CaseRequest, Inputs, Judged, Kernel, Outline, Result
 from ..providers import interpreted_tiles_refusal
-from ._token_scores_cases import RANGES, token_scores_cases
+from ._token_scores_cases import RANGES, captured_observations, token_scores_cases
 from ._token_scores_gates import INDICES, ScoreOracle, judge_scores, score_oracle
 from .mla_prefill import OPERATION as MLA_PREFILL
 
@@ -39,10 +41,16 @@ class TokenScores:
     )
     optional_arguments = ("history_chunk_size",)
     results = ("scores",)
+    captured_from = "mla_prefill"
 
     def cases(self, request: CaseRequest) -> list[Case]:
         """See ``_token_scores_cases``."""
         return token_scores_cases(request, self.name)
+
+    def captured_cases(self, capture: Capture, dtype: str, seed: int) -> list[Case]:
+        """A captured prefill whose last queries are observed, in both modes; what stands before them is a candidate."""
+        (prefill,) = MLA_PREFILL.captured_cases(capture, dtype, seed)
+        return [replace(prefill, op=self.name, sizes=prefill.sizes | seen) for seen in captured_observations(capture)]
 
     def inputs(self, case: Case, device: torch.device) -> Inputs:
         """Those of a prefill, with the observed ranges, and the candidates by either of the two ways to name them."""
