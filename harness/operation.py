@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from .answers import Answer
-from .captures import Capture
 from .case import Case
 from .contract import Contract
 from .conventions import Conventions
@@ -276,17 +275,6 @@ class GatedOperation(Operation, Protocol):
 
     def judge(self, case: Case, oracle: Any, answer: Answer, contract: Contract) -> Judged:
         """Hold an answer of the right shapes and formats against the oracle."""
-        ...
-
-
-@runtime_checkable
-class CapturedOperation(Protocol):
-    """One that can be judged on captured calls; ``captured_from`` is the operation whose calls they are."""
-
-    captured_from: str
-
-    def captured_cases(self, capture: Capture, dtype: str, seed: int) -> list[Case]:
-        """The cases of one captured call, its tensors rounded to ``dtype``."""
         ...
 
 
