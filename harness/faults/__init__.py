@@ -8,18 +8,18 @@ each of its rows for an operation here is either planted or has a reason why it 
 import functools
 import importlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from ..record import Verdict
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # attributes by which a module's faults and variants are told from its other functions
-_FAULT, _VARIANT = "assay_fault", "assay_variant"
+_FAULT, _VARIANT, _COMMON = "assay_fault", "assay_variant", "assay_common_fault"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +60,10 @@ class Variant:
     function: Callable[..., Any]
 
 
+# a module of marked functions, or faults that were planted in a twin
+Part: TypeAlias = ModuleType | Sequence[Fault]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotApplicable:
     """A row of the catalogue that is not planted, and why."""
@@ -94,6 +98,41 @@ def planted(
     return attach
 
 
+def common(*expects: Verdict, rows: tuple[str, ...] = (), source: str = "") -> Callable[[Function], Function]:
+    """Mark ``function(twin, arguments)`` as a fault that any clean twin can have; see ``planted_in``."""
+
+    def attach(function: Function) -> Function:
+        function.__dict__[_COMMON] = {"expects": expects, "rows": rows, "source": source}
+        return function
+
+    return attach
+
+
+def planted_in(op: str, twin: Callable[..., Any], part: ModuleType) -> tuple[Fault, ...]:
+    """The common faults of a module, planted in the clean twin of an operation.
+
+    Args:
+        op: Operation.
+        twin: Takes the operation's arguments as a mapping, and steps to be changed by name.
+        part: Module whose functions ``common`` marks.
+    """
+
+    def plant(function: Callable[..., Any]) -> Fault:
+        mark = function.__dict__[_COMMON]
+
+        @functools.wraps(function)
+        def kernel(**arguments: Any) -> Any:
+            return function(twin, arguments)
+
+        # the signature is the operation's, not that of the fault before it is planted
+        del kernel.__wrapped__
+        planted(op, *mark["expects"], rows=mark["rows"], source=mark["source"])(kernel)
+        fault: Fault = kernel.__dict__[_FAULT]
+        return fault
+
+    return tuple(plant(function) for function in _functions(part) if _COMMON in getattr(function, "__dict__", {}))
+
+
 def variant(op: str) -> Callable[[Function], Function]:
     """Mark a function as a correct variant; the arguments are those of ``Variant``."""
 
@@ -110,8 +149,9 @@ def load(op: str) -> tuple[list[Fault], list[Variant]]:
     Raises:
         ValueError: If the operation has no module of faults.
     """
-    parts = _face(op).PARTS
-    return _marked(parts, _FAULT), _marked(parts, _VARIANT)
+    entries = _entries(_face(op).PARTS)
+    faults = [entry for entry in entries if isinstance(entry, Fault)]
+    return faults, [entry for entry in entries if isinstance(entry, Variant)]
 
 
 def not_applicable(op: str) -> tuple[NotApplicable, ...]:
@@ -120,16 +160,15 @@ def not_applicable(op: str) -> tuple[NotApplicable, ...]:
     return rows
 
 
-def named(parts: Iterable[ModuleType], name: str) -> Callable[..., Any]:
+def named(parts: Iterable[Part], name: str) -> Callable[..., Any]:
     """The fault or variant of that name.
 
     Raises:
         AttributeError: If there is none, as a module says it.
     """
-    for entry in (*_marked(parts, _FAULT), *_marked(parts, _VARIANT)):
+    for entry in _entries(parts):
         if entry.name == name:
-            function: Callable[..., Any] = entry.function
-            return function
+            return entry.function
     raise AttributeError(f"no fault or variant is called {name!r}")
 
 
@@ -145,9 +184,17 @@ def _face(op: str) -> ModuleType:
     return importlib.import_module(f".{op}", __name__)
 
 
-def _marked(parts: Iterable[ModuleType], mark: str) -> list[Any]:
-    """What the functions of some modules carry under ``mark``; an import is listed where it was defined only."""
-    functions = [
-        value for part in parts for value in vars(part).values() if getattr(value, "__module__", None) == part.__name__
-    ]
-    return [function.__dict__[mark] for function in functions if mark in getattr(function, "__dict__", {})]
+def _entries(parts: Iterable[Part]) -> list[Fault | Variant]:
+    """The faults and variants of some parts, in order; an import is listed where it was defined only."""
+    entries: list[Fault | Variant] = []
+    for part in parts:
+        if isinstance(part, ModuleType):
+            marks = (getattr(function, "__dict__", {}) for function in _functions(part))
+            entries += [mark[kind] for mark in marks for kind in (_FAULT, _VARIANT) if kind in mark]
+        else:
+            entries += part
+    return entries
+
+
+def _functions(part: ModuleType) -> list[Any]:
+    return [value for value in vars(part).values() if getattr(value, "__module__", None) == part.__name__]

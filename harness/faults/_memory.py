@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ._chunked import State
 
-Twin = Callable[[Mapping[str, Any]], State]
+# takes the arguments of an operation and, by name, steps to be changed
+Twin = Callable[..., State]
 
 
 def unwritten(twin: Twin, arguments: Mapping[str, Any], rows: slice, heads: slice) -> State:

@@ -1,4 +1,4 @@
-"""Faults of ``mla_prefill`` in memory, in repeatability and in the form of the answer."""
+"""Faults of ``mla_prefill`` in memory and in the form of the answer beyond those of ``_common_memory``."""
 
 from typing import Any
 
@@ -7,32 +7,11 @@ import torch
 from ..record import Verdict
 from . import _memory, planted
 from ._chunked import Pass, State, mla_prefill_twin, passes
-from ._softmax import Online, even_tiles
 
 OP = "mla_prefill"
 STRUCTURE, WRITE_SCOPE = Verdict.STRUCTURE, Verdict.WRITE_SCOPE
 
-_workspace, _memo, _previous = _memory.Workspace(), _memory.Memo(), _memory.Previous()
-_arrivals, _compiled = _memory.CallCounter(), _memory.Baked()
-
-
-@planted(OP, WRITE_SCOPE, source="odd head counts and tiles of two heads")
-def last_head_unwritten(**arguments: Any) -> State:
-    """The last head is never stored."""
-    return _memory.unwritten(mla_prefill_twin, arguments, slice(None), slice(-1, None))
-
-
-@planted(OP, WRITE_SCOPE, source="rows // tile programs")
-def last_queries_unwritten(**arguments: Any) -> State:
-    """Rows past the last multiple of 8 of the batch are never stored."""
-    rows = len(arguments["q"])
-    return _memory.unwritten(mla_prefill_twin, arguments, slice(rows // 8 * 8, None), slice(None))
-
-
-@planted(OP, WRITE_SCOPE, source="store without a mask")
-def row_past_the_end_written(**arguments: Any) -> State:
-    """One row more than there is."""
-    return _memory.past_the_end(mla_prefill_twin, arguments)
+_compiled = _memory.Baked()
 
 
 @planted(OP, WRITE_SCOPE, source="workspace sized for the chunk, filled for the tile")
@@ -48,36 +27,6 @@ def chunk_workspace_overrun(**arguments: Any) -> State:
     return mla_prefill_twin(arguments, gather=padded)
 
 
-@planted(OP, Verdict.NONFINITE, WRITE_SCOPE, source="torch.empty taken for torch.zeros")
-def accumulator_not_cleared(**arguments: Any) -> State:
-    """The result is added to fresh memory."""
-    return _memory.uninitialised_accumulator(mla_prefill_twin, arguments)
-
-
-@planted(OP, Verdict.MUTATED_INPUT, source="scale folded in place")
-def queries_scaled_in_place(**arguments: Any) -> State:
-    """The caller's queries are overwritten."""
-    return _memory.scaled_in_place(mla_prefill_twin, arguments)
-
-
-@planted(OP, STRUCTURE, WRITE_SCOPE, Verdict.METAMORPHIC, Verdict.NONDETERMINISTIC, rows=("FC-018",))
-def output_is_a_workspace(**arguments: Any) -> State:
-    """Results of all calls share one buffer: a result that is kept changes with the next call."""
-    return _workspace(mla_prefill_twin, arguments)
-
-
-@planted(OP, Verdict.NUMERIC, Verdict.NONDETERMINISTIC, Verdict.METAMORPHIC, source="plan cached without the values")
-def answer_of_last_call_for_same_shapes(**arguments: Any) -> State:
-    """The cache key holds shapes and an address, not the contents."""
-    return _memo(mla_prefill_twin, arguments)
-
-
-@planted(OP, Verdict.NONFINITE, WRITE_SCOPE, Verdict.NUMERIC, source="double buffer read before it is filled")
-def output_of_previous_call(**arguments: Any) -> State:
-    """Each call returns what the one before computed."""
-    return _previous(mla_prefill_twin, arguments)
-
-
 @planted(OP, Verdict.NUMERIC, rows=("FC-023",))
 def number_of_chunks_baked_in(**arguments: Any) -> State:
     """Compiled for the longest history of the first call of its class; later batches get that number of chunks."""
@@ -89,18 +38,6 @@ def number_of_chunks_baked_in(**arguments: Any) -> State:
     return mla_prefill_twin(arguments, passes=baked)
 
 
-@planted(OP, Verdict.NONDETERMINISTIC, source="splits added by atomics")
-def keys_summed_in_order_of_arrival(**arguments: Any) -> State:
-    """Each call visits the tiles of a pass in another order."""
-    order = torch.Generator().manual_seed(_arrivals.next())
-
-    def shuffled(keys: int) -> list[slice]:
-        tiles = even_tiles(4)(keys)
-        return [tiles[at] for at in torch.randperm(len(tiles), generator=order).tolist()]
-
-    return mla_prefill_twin(arguments, softmax=Online(tiles=shuffled))
-
-
 @planted(OP, Verdict.CRASH, source="results of chunks stacked")
 def crash_without_history(**arguments: Any) -> State:
     """A request without history raises."""
@@ -110,20 +47,6 @@ def crash_without_history(**arguments: Any) -> State:
         return [pair[0], pair[1], *passes(history, current, chunk, longest)[2:]]
 
     return mla_prefill_twin(arguments, passes=stacked)
-
-
-@planted(OP, STRUCTURE, source="output left in the accumulator's dtype")
-def output_in_float32(**arguments: Any) -> State:
-    """The output is not rounded to the dtype of the queries."""
-    out, lse = mla_prefill_twin(arguments)
-    return out.float(), lse
-
-
-@planted(OP, STRUCTURE, Verdict.NUMERIC, source="library layout handed through")
-def lse_with_heads_first(**arguments: Any) -> State:
-    """The log-sum-exp comes as ``[H, T]``."""
-    out, lse = mla_prefill_twin(arguments)
-    return out, lse.T
 
 
 @planted(OP, STRUCTURE, source="output written over the queries")

@@ -3,9 +3,21 @@
 from collections.abc import Callable
 from typing import Any
 
-from . import NotApplicable, _attention_memory, _attention_packing, _attention_softmax, _attention_variants, named
+from . import (
+    NotApplicable,
+    _attention_memory,
+    _attention_packing,
+    _attention_softmax,
+    _attention_variants,
+    _common_memory,
+    _common_softmax,
+    named,
+    planted_in,
+)
+from ._chunked import attention_twin
 
-PARTS = (_attention_packing, _attention_softmax, _attention_memory, _attention_variants)
+_SOFTMAX, _MEMORY = (planted_in("attention", attention_twin, part) for part in (_common_softmax, _common_memory))
+PARTS = (_attention_packing, _attention_softmax, _SOFTMAX, _attention_memory, _MEMORY, _attention_variants)
 
 # the catalogue files its rows about dense attention under mla_prefill
 NOT_APPLICABLE: tuple[NotApplicable, ...] = ()

@@ -5,6 +5,8 @@ from typing import Any
 
 from . import (
     NotApplicable,
+    _common_memory,
+    _common_softmax,
     _mla_absorbed,
     _mla_history,
     _mla_memory,
@@ -14,9 +16,15 @@ from . import (
     _mla_softmax,
     _mla_variants,
     named,
+    planted_in,
 )
+from ._chunked import mla_prefill_twin
 
-PARTS = (_mla_slots, _mla_history, _mla_projection, _mla_softmax, _mla_merge, _mla_memory, _mla_absorbed, _mla_variants)
+_SOFTMAX, _MEMORY = (planted_in("mla_prefill", mla_prefill_twin, part) for part in (_common_softmax, _common_memory))
+PARTS = (
+    *(_mla_slots, _mla_history, _mla_projection, _mla_softmax, _SOFTMAX, _mla_merge, _mla_memory, _MEMORY),
+    *(_mla_absorbed, _mla_variants),
+)
 
 NOT_APPLICABLE = (
     NotApplicable(row="FC-005", reason="no operation has a sliding window"),
