@@ -34,7 +34,7 @@ PRECISION_OF_DTYPE: dict[str, Precision] = {
 COARSEST_EXPONENTIAL = 2.0**-8
 
 REQUIRED_FORMATS = ("p", "out", "lse", "logits", "pv_acc")
-OPTIONAL_FORMATS = ("inputs", "state", "projected", "splits_store")
+OPTIONAL_FORMATS = ("inputs", "state", "state_store", "projected", "splits_store")
 PROMISES = ("absorbed", "deterministic", "batch_invariant", "capturable")
 
 
@@ -58,6 +58,8 @@ class Contract:
         absorbed: Whether queries are projected into the latent space and outputs out of it, instead of the keys and
             values of all tokens.
         state: Format of a recurrent state between the steps or chunks of a sequence; None if there is none.
+        state_store: Format of states that are handed out, and stay in memory from one call to the next; None if none
+            are.
         splits_store: Format of partial results that are merged; None if the kernel merges none.
         splits: Most partial results that are merged into one row, wherever they end. None for the stretches of the
             operation's own plan, and for any number of them where it has none.
@@ -80,6 +82,7 @@ class Contract:
     projected: Precision | None = None
     absorbed: bool = False
     state: Precision | None = None
+    state_store: Precision | None = None
     splits_store: Precision | None = None
     splits: int | None = None
     ex2_rel: float = 2.0**-22

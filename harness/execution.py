@@ -16,10 +16,20 @@ from .answers import Answer, copied, tensors_of
 from .case import Case
 from .contract import PRECISION_OF_DTYPE, Contract
 from .conventions import Conventions
+from .in_place import completing, is_argument
 from .interpreter import InterpretedBfloat16Error, no_interpreted_bfloat16
 from .layouts import empty_row_gates, prepared, restated
 from .metamorphic.gate import MOVES, Rearranged, ask_again
-from .operation import AnyOutline, AttentionOperation, AttentionOutline, Inputs, Kernel, Operation
+from .operation import (
+    AnyOutline,
+    Ask,
+    AttentionOperation,
+    AttentionOutline,
+    Inputs,
+    Kernel,
+    Operation,
+    RearrangedOperation,
+)
 from .phases import phase
 from .poison import SENTINEL, Allocations, left_as, poisoned_allocations, same_bits
 from .record import GateResult, Location, Verdict
@@ -78,6 +88,9 @@ def execute(operation: Operation, kernel: Kernel, case: Case, inputs: Inputs, de
             contract, outline = kernel.contract(case), operation.outline(case)
             given = prepared(inputs, kernel, case, contract, outline)
             result = _restated(_execute(kernel, contract, outline, given, device, answers), kernel.conventions, outline)
+            if isinstance(result, Execution) and isinstance(operation, RearrangedOperation):
+                ask = _asking(operation, kernel, contract, inputs, device)
+                return replace(result, again=operation.ask_again(case, inputs.arguments, ask, result.first, contract))
             if isinstance(result, Stop) or case.family not in REARRANGED_FAMILIES or operation.name not in MOVES:
                 return result
             if not isinstance(operation, AttentionOperation):
@@ -98,12 +111,14 @@ def _execute(
 ) -> Execution | Stop:
     """Three calls, added to ``answers`` as they come, and the replays."""
     run: Callable[[], Any] | None = None
+    bind = completing(kernel.bind, tuple(result.name for result in outline.results), outline.in_place)
+    writable = tuple(dict.fromkeys((*contract.mutates, *outline.in_place)))
     # kept alive, so that memory handed out twice is the kernel's own doing
     held: list[Answer] = []
     for fill in (math.nan, SENTINEL, None):
         with poisoned_allocations(fill) if fill is not None else nullcontext() as allocations:
             with phase("kernel", device):
-                run = run or kernel.bind(inputs.arguments)
+                run = run or bind(inputs.arguments)
                 answer = run()
         stop = (_overran(allocations) if allocations else None) or _structure(answer, outline, contract, inputs)
         if stop is not None:
@@ -113,19 +128,35 @@ def _execute(
             return stop
         answers.append(copied(answer))
         held.append(tensors_of(answer))
-        written = inputs.ledger.written(allowed=contract.mutates)
+        written = inputs.ledger.written(allowed=writable)
         if written:
             return Stop(verdict=Verdict.MUTATED_INPUT, text=f"wrote its input {', '.join(written)}")
-        inputs.ledger.restore(contract.mutates)
+        beside = inputs.ledger.written_beside(outline.in_place, inputs.arguments)
+        if beside:
+            return Stop(verdict=Verdict.WRITE_SCOPE, text=f"wrote beside {', '.join(beside)}")
+        inputs.ledger.restore(writable)
     first, second, last = answers
     stop = _unwritten(outline, first, second)
     if stop is not None or run is None:
         return stop or Stop(verdict=Verdict.CRASH, text="the kernel was never bound")
     gates = _repeats(outline, first, second, last) if contract.deterministic else []
     if outline.follows_contents:
-        gates += replay_gates(run, kernel.bind, inputs.arguments, contract, first, outline.lists)
+        gates += replay_gates(run, bind, inputs.arguments, contract, first, outline)
         inputs.ledger.restore()
     return Execution(contract=contract, first=first, last=last, gates=tuple(gates))
+
+
+def _asking(operation: Operation, kernel: Kernel, contract: Contract, inputs: Inputs, device: torch.device) -> Ask:
+    """What an operation asks further questions with, on memory full of NaN."""
+
+    def ask(case: Case, arguments: dict[str, Any]) -> Answer:
+        outline = operation.outline(case)
+        given = prepared(Inputs(arguments=arguments, ledger=inputs.ledger), kernel, case, contract, outline)
+        bind = completing(kernel.bind, tuple(result.name for result in outline.results), outline.in_place)
+        with poisoned_allocations(math.nan), phase("kernel", device):
+            return copied(bind(given.arguments)())
+
+    return ask
 
 
 def _restated(result: Execution | Stop, conventions: Conventions, outline: AnyOutline) -> Execution | Stop:
@@ -177,6 +208,9 @@ def _structure(answer: Any, outline: AnyOutline, contract: Contract, inputs: Inp
         found = str(getattr(tensor, "dtype", None)).removeprefix("torch.")
         stored = PRECISION_OF_DTYPE.get(found) if result.field is not None else found
         declared = result.dtype if result.field is None else getattr(contract, result.field)
+        if result.in_place:
+            # the caller's own
+            declared = stored
         if type(tensor) is not Tensor:
             text = f"{name} must be a torch.Tensor, got {type(tensor).__name__}"
         elif (form := _unreadable(tensor)) is not None:
@@ -188,6 +222,9 @@ def _structure(answer: Any, outline: AnyOutline, contract: Contract, inputs: Inp
             text = f"{name} must have the {kind} {declared}, got {tensor.dtype}"
         elif tensor.device != device:
             text = f"{name} must be on {device}, got {tensor.device}"
+        elif result.in_place:
+            same = is_argument(tensor, inputs.arguments[name])
+            text = None if same else f"{name} must be the given tensor, written in place, got another one"
         elif tensor.numel() and tensor.untyped_storage().data_ptr() in owned:
             text = f"{name} must own its memory, got a view of an input"
         if text is not None:
@@ -209,7 +246,7 @@ def _handed_out_again(outline: AnyOutline, answer: Answer, held: list[Answer]) -
     """G0: whether a result lies in the memory of an earlier one that is still in use."""
     earlier = {tensor.untyped_storage().data_ptr() for one in held for tensor in one if tensor.numel()}
     for result, tensor in zip(outline.results, answer, strict=True):
-        if tensor.numel() and tensor.untyped_storage().data_ptr() in earlier:
+        if tensor.numel() and not result.in_place and tensor.untyped_storage().data_ptr() in earlier:
             text = f"{result.name} must own its memory, got that of an earlier result"
             return Stop(verdict=Verdict.STRUCTURE, text=text)
     return None
@@ -225,6 +262,8 @@ def _overran(allocations: Allocations) -> Stop | None:
 def _unwritten(outline: AnyOutline, first: Answer, second: Answer) -> Stop | None:
     """G2: elements that hold whatever their memory held before, another poison in one call than in the next."""
     for result, before, after in zip(outline.results, first, second, strict=True):
+        if result.in_place:
+            continue
         unwritten, name = left_as(before, math.nan) & left_as(after, SENTINEL), result.name
         if bool(unwritten.any()):
             index = [int(i) for i in unwritten.nonzero()[0]]

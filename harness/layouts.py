@@ -189,7 +189,9 @@ def _destination(
     shapes = {result.name: result.shape for result in outline.results}
     if conventions.lse_layout == "HT":
         shapes["lse"] = shapes["lse"][::-1]
-    dtypes = {result.name: result_dtype(result, contract) for result in outline.results}
+    # what is written in place has been given already
+    shapes = {name: shape for name, shape in shapes.items() if name not in outline.in_place}
+    dtypes = {result.name: result_dtype(result, contract) for result in outline.results if result.name in shapes}
     return Destination(shapes=shapes, dtypes=dtypes, device=device)
 
 

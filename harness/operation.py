@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from .contract import Contract
 from .conventions import Conventions
 from .poison import Ledger
 from .record import GateResult
+
+if TYPE_CHECKING:
+    from .metamorphic.gate import Rearranged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +112,7 @@ class Result:
         dtype: Of integers, such as ``int32``; None otherwise.
         axes: What each of its dimensions counts, as fields of ``record.Location``.
         within: Size of the buffer in whose midst it lies for a kernel that writes into given tensors; its own if None.
+        in_place: Whether it is the argument of that name after the call; a kernel may hand that out, or leave it out.
     """
 
     name: str
@@ -117,6 +121,7 @@ class Result:
     field: str | None = None
     dtype: str | None = None
     within: tuple[int, ...] | None = None
+    in_place: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,11 +132,18 @@ class Outline:
         results: Its tensors, in order.
         follows_contents: Whether other floating inputs must give other results; not where a rule fixes all of them.
         lists: Integer arguments that are contents as well, lists of positions that a kernel reads at each call.
+        signed: Floating arguments whose sign has a meaning: other contents keep it.
     """
 
     results: tuple[Result, ...]
     follows_contents: bool = True
     lists: tuple[str, ...] = ()
+    signed: tuple[str, ...] = ()
+
+    @property
+    def in_place(self) -> tuple[str, ...]:
+        """Names of the arguments that a kernel is asked to write."""
+        return tuple(result.name for result in self.results if result.in_place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +161,7 @@ class AttentionOutline:
         max_logits: Whether the highest logit of each row is an answer, too; ``-inf`` in a row that sees no key.
         out_within: Size of the buffer that a kernel is given a part of as its ``out``; None for one of its own size.
         lists: As of an ``Outline``.
+        signed: Likewise, and so is ``in_place``.
     """
 
     num_tokens: int
@@ -161,6 +174,8 @@ class AttentionOutline:
     max_logits: bool = False
     out_within: tuple[int, ...] | None = None
     lists: tuple[str, ...] = ()
+    signed: tuple[str, ...] = ()
+    in_place: ClassVar[tuple[str, ...]] = ()
 
     @property
     def results(self) -> tuple[Result, ...]:
@@ -275,6 +290,32 @@ class GatedOperation(Operation, Protocol):
 
     def judge(self, case: Case, oracle: Any, answer: Answer, contract: Contract) -> Judged:
         """Hold an answer of the right shapes and formats against the oracle."""
+        ...
+
+
+Ask = Callable[[Case, dict[str, Any]], Answer]
+
+
+@runtime_checkable
+class RearrangedOperation(GatedOperation, Protocol):
+    """One that asks a kernel the same question in other forms, see ``harness.metamorphic.gate``."""
+
+    def ask_again(
+        self, case: Case, arguments: dict[str, Any], ask: Ask, first: Answer, contract: Contract
+    ) -> "Rearranged | None":
+        """Ask, and compare bits; no oracle takes part.
+
+        Args:
+            case: Of the answer.
+            arguments: Of the answer; to be left as they are.
+            ask: A kernel's answer, by value, to a case with these arguments.
+            first: Its answer.
+            contract: What it promised.
+
+        Returns:
+            Gates of relations that bits decide, and answers in the form of the first for ``judge`` to decide; None
+            where nothing is asked.
+        """
         ...
 
 

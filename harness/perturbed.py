@@ -30,6 +30,7 @@ from .record import GateResult, Location
 
 Rounded: TypeAlias = Callable[[str, Tensor], Tensor]
 Recurrence: TypeAlias = Callable[[Rounded], Mapping[str, Tensor]]
+Runs: TypeAlias = Callable[[Rounded, int], Mapping[str, Tensor]]
 
 FEWEST_RUNS = 16
 ENVELOPE_SIGMAS = 6.0
@@ -91,6 +92,39 @@ def perturbed_oracle(
     """
     if runs < FEWEST_RUNS:
         raise ValueError(f"runs must be at least {FEWEST_RUNS}, got {runs}")
+    exact = _exact(recurrence, sites)
+    errors: dict[str, list[Tensor]] = {name: [] for name in exact}
+    for run in range(runs):
+        result = recurrence(_Noise(sites, seed=seed * runs + run))
+        for name, value in exact.items():
+            errors[name].append(result[name] - value)
+    return {name: _spread(exact[name], torch.stack(errors[name])) for name in exact}
+
+
+def perturbed_together(
+    recurrence: Runs, sites: Mapping[str, Precision], *, runs: int = FEWEST_RUNS, seed: int = 0
+) -> dict[str, Spread]:
+    """The same for a recurrence that carries all runs at once, which takes about the time of one.
+
+    Args:
+        recurrence: Takes their number besides, and has them on the first axis of all that it rounds and returns.
+        sites: As in ``perturbed_oracle``, like the arguments below.
+        runs: At least 16.
+        seed: Of the noise.
+
+    Raises:
+        ValueError: As ``perturbed_oracle``.
+        TypeError: As ``perturbed_oracle``.
+    """
+    if runs < FEWEST_RUNS:
+        raise ValueError(f"runs must be at least {FEWEST_RUNS}, got {runs}")
+    exact = {name: value[0] for name, value in _exact(lambda rounded: recurrence(rounded, 1), sites).items()}
+    noisy = recurrence(_Noise(sites, seed=seed), runs)
+    return {name: _spread(value, noisy[name] - value) for name, value in exact.items()}
+
+
+def _exact(recurrence: Recurrence, sites: Mapping[str, Precision]) -> dict[str, Tensor]:
+    """The results without noise, if they are float64 and the sites are those of the recurrence."""
     visited: set[str] = set()
 
     def untouched(site: str, value: Tensor) -> Tensor:
@@ -101,26 +135,25 @@ def perturbed_oracle(
     for name, value in exact.items():
         if value.dtype != torch.float64:
             raise TypeError(f"{name} must be float64, got {value.dtype}")
-    if visited != set(sites):
+    # without tokens nothing is rounded
+    if visited and visited != set(sites):
         called, given = ", ".join(sorted(visited)), ", ".join(sorted(sites))
         raise ValueError(f"sites must be those that the recurrence calls, {called or 'none'}, got {given or 'none'}")
-    errors: dict[str, list[Tensor]] = {name: [] for name in exact}
-    for run in range(runs):
-        result = recurrence(_Noise(sites, seed=seed * runs + run))
-        for name, value in exact.items():
-            errors[name].append(result[name] - value)
-    return {name: _spread(exact[name], torch.stack(errors[name])) for name in exact}
+    return exact
 
 
 class _Noise:
     """Relative noise of the size of a rounding error, independent at every call."""
 
     def __init__(self, sites: Mapping[str, Precision], *, seed: int) -> None:
-        self._sites, self._generator = sites, torch.Generator().manual_seed(seed)
+        self._sites, self._seed = sites, seed
+        self._generator: torch.Generator | None = None
 
     def __call__(self, site: str, value: Tensor) -> Tensor:
         u = UNIT_ROUNDOFF[self._sites[site]]
-        noise = torch.rand(value.shape, generator=self._generator, dtype=torch.float64).to(value.device)
+        if self._generator is None:
+            self._generator = torch.Generator(value.device).manual_seed(self._seed)
+        noise = torch.rand(value.shape, generator=self._generator, dtype=torch.float64, device=value.device)
         return value * (1 + u * (2 * noise - 1))
 
 

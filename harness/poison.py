@@ -56,6 +56,18 @@ class Ledger:
         changed = torch.stack([_differs(self.buffers[name], self.copies[name]) for name in names])
         return [name for name, differs in zip(names, changed.tolist(), strict=True) if differs]
 
+    def written_beside(self, names: tuple[str, ...], arguments: dict[str, Any]) -> list[str]:
+        """Names of inputs that may be written of which more was: guard bands, columns between."""
+        found = []
+        for name in names:
+            buffer, inner = self.buffers[name], arguments[name]
+            right = self.copies[name].clone()
+            offset = inner.storage_offset() - buffer.storage_offset()
+            right.as_strided(inner.size(), inner.stride(), offset).copy_(inner)
+            if bool(_differs(right, buffer)):
+                found.append(name)
+        return found
+
     def restore(self, names: tuple[str, ...] | None = None) -> None:
         """Undo whatever a kernel did to its inputs, or to the named ones of them."""
         for name, buffer in self.buffers.items():

@@ -57,11 +57,15 @@ class Location:
     slot: int | None = None
     got: float | None = None
     expected: float | None = None
+    # of a state, its row
+    channel: int | None = None
 
     def __str__(self) -> str:
         """One line for the terminal: indices, the logical position with its physical slot, both values."""
-        names = ("request", "token", "head", "dim")
+        names = ("request", "token", "head", "channel", "dim")
         parts = [f"{name} {getattr(self, name)}" for name in names if getattr(self, name) is not None]
+        if self.position is None and self.slot is not None:
+            parts.insert(0, f"slot {self.slot}")
         if self.position is not None:
             parts.append(f"position {self.position}" + (f" -> slot {self.slot}" if self.slot is not None else ""))
         if self.got is not None:

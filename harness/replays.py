@@ -9,6 +9,8 @@ from torch import Tensor
 from .answers import Answer, copied
 from .contract import Contract
 from .cuda_graph import record_graph
+from .in_place import put_back
+from .operation import AnyOutline
 from .phases import phase
 from .poison import same_bits
 from .record import GateResult
@@ -20,7 +22,7 @@ def replay_gates(
     arguments: dict[str, Any],
     contract: Contract,
     first: Answer,
-    lists: tuple[str, ...] = (),
+    outline: AnyOutline,
 ) -> list[GateResult]:
     """Run again on other contents at the same addresses; on a GPU, on a side stream and through a graph, too.
 
@@ -30,15 +32,16 @@ def replay_gates(
         arguments: Its inputs, whose floating contents are changed in place: lengths and slots are the host's plan.
         contract: What it promised; bits are compared only if it is deterministic.
         first: Its answer to the unchanged inputs.
-        lists: Integer inputs that are no plan, and change as well.
+        outline: Which integer inputs are no plan, and change as well; what a call writes in place.
     """
     gates = []
     device = first[0].device
     if device.type == "cuda" and contract.deterministic:
-        gates.append(_side_stream(run, first, device))
+        with put_back(arguments, outline.in_place):
+            gates.append(_side_stream(run, first, device))
         if contract.capturable:
-            gates.append(_graph(run, arguments, lists, device))
-    _change_contents(arguments, lists)
+            gates.append(_graph(run, arguments, outline, device))
+    _change_contents(arguments, outline)
     # copied before the run, which may write what its contract lets it write
     elsewhere = {name: _elsewhere(value) for name, value in arguments.items()} if contract.deterministic else None
     with phase("kernel", device):
@@ -72,9 +75,7 @@ def _side_stream(run: Callable[[], Any], first: Answer, device: torch.device) ->
     return _gate("G7 side stream", first, aside)
 
 
-def _graph(
-    run: Callable[[], Any], arguments: dict[str, Any], lists: tuple[str, ...], device: torch.device
-) -> GateResult:
+def _graph(run: Callable[[], Any], arguments: dict[str, Any], outline: AnyOutline, device: torch.device) -> GateResult:
     """Capture, change the contents, replay: a kernel that read anything at capture time gives old values."""
     try:
         with phase("kernel"):
@@ -82,23 +83,25 @@ def _graph(
     except RuntimeError as error:
         text = f"declared capturable, but the capture failed: {error}"
         return GateResult(gate="G7 graph capture", ratio=float("inf"), text=text)
-    _change_contents(arguments, lists)
+    _change_contents(arguments, outline)
     with phase("kernel", device):
-        graph.replay()
-        replayed = copied(captured)
-        plain = copied(run())
+        with put_back(arguments, outline.in_place):
+            graph.replay()
+            replayed = copied(captured)
+        with put_back(arguments, outline.in_place):
+            plain = copied(run())
     return _gate("G7 graph replay", plain, replayed)
 
 
-def _change_contents(arguments: dict[str, Any], lists: tuple[str, ...]) -> None:
+def _change_contents(arguments: dict[str, Any], outline: AnyOutline) -> None:
     """Other values at the same addresses; NaN stays where no token lies, and so do infinities, which have a meaning.
 
     Each position of a list becomes the next one, which leaves no set of some positions what it was; padding stays.
     """
     for name, value in arguments.items():
         if isinstance(value, Tensor) and value.is_floating_point():
-            value.mul_(torch.where(value.isinf(), 1.0, -0.5))
-        elif name in lists:
+            value.mul_(torch.where(value.isinf(), 1.0, 0.5 if name in outline.signed else -0.5))
+        elif name in outline.lists:
             value.add_((value >= 0) & (value < torch.iinfo(value.dtype).max))
 
 

@@ -1,7 +1,7 @@
 """One kernel on one case: have it run, hold its answer against the oracle, make the record."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ from .contract import Contract
 from .execution import Execution, Stop, describe, execute
 from .gates import judge_answers, nonfinite_gates, oracle_answers
 from .layouts import relocated
-from .metamorphic.gate import judge_again
+from .metamorphic.gate import Rearranged, judge_again
 from .operation import AttentionOperation, GatedOperation, Kernel, Operation, Rows
 from .phases import Spent, accounted, phase
 from .record import GateResult, Record, RowErrors, Verdict
@@ -211,9 +211,12 @@ def assess(exam: Exam, execution: Execution | Stop) -> Finding:
     verdict = Verdict.NONDETERMINISTIC
     gates += execution.gates
     again = execution.again
-    if again is not None and isinstance(operation, AttentionOperation) and all(gate.passed for gate in gates):
+    if again is not None and all(gate.passed for gate in gates):
         verdict = Verdict.METAMORPHIC
-        gates += judge_again(operation, case, exam.inputs, contract, execution.conventions, again)
+        if isinstance(operation, AttentionOperation):
+            gates += judge_again(operation, case, exam.inputs, contract, execution.conventions, again)
+        else:
+            gates += _hold_again(exam, contract, again)
     failed = [gate for gate in gates if not gate.passed]
     if not failed:
         return Finding(verdict=Verdict.PASS, gates=tuple(gates), **judged)
@@ -244,6 +247,16 @@ def _hold(exam: Exam, execution: Execution, asked: list[Answer]) -> tuple[list[G
         gates += judged.gates
         rows = judged.rows
     return gates, {"rows_judged": rows}
+
+
+def _hold_again(exam: Exam, contract: Contract, again: Rearranged) -> list[GateResult]:
+    """What bits decided, and the worst gate of each answer in the form of the first; one result for each relation."""
+    gates, operation = list(again.gates), cast(GatedOperation, exam.operation)
+    for (name, _), parts in again.answers.items():
+        judged = (operation.judge(exam.case, exam.oracle, at_hand(answer), contract) for answer in parts)
+        worst = max((gate for one in judged for gate in one.gates), key=lambda gate: gate.ratio)
+        gates.append(replace(worst, gate=f"G8 {name}", text=f"{name}: {worst.gate}, {worst.ratio:.3g} x its limit"))
+    return gates
 
 
 def _failed(gates: list[GateResult]) -> GateResult:

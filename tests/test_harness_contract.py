@@ -79,6 +79,7 @@ FULL: dict[str, Any] = {
     "projected": "bf16",
     "absorbed": True,
     "state": "fp32",
+    "state_store": "bf16",
     "splits_store": "fp16",
     "splits": 8,
     "ex2_rel": 2.0**-9,

@@ -54,7 +54,9 @@ def null_kernel(null: Null, operation: Operation, case: Case) -> Kernel:
         def run() -> Answer:
             pairs = zip(outline.results, dtypes, strict=True)
             empty = tuple(torch.zeros(result.shape, dtype=dtype, device=device) for result, dtype in pairs)
-            return null(empty, arguments)
+            answer = zip(outline.results, null(empty, arguments), strict=True)
+            # what is to be written in place is left as it is
+            return tuple(arguments[result.name] if result.in_place else one for result, one in answer)
 
         return run
 

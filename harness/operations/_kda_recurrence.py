@@ -1,0 +1,191 @@
+"""The gated delta rule as a recurrence that may be perturbed: where an honest kernel rounds, there is a site.
+
+All runs of the perturbed oracle, all sequences and all judged heads go side by side, token after token, so that the
+time that it takes is that of the longest sequence.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...reference.kda import transformed
+from ..contract import UNIT_ROUNDOFF, Contract, Precision
+from ..perturbed import Rounded
+
+# operands of products meet them in the kernel's format
+OPERANDS = ("query", "key", "written key", "value", "recalled", "error", "read")
+SINGLE = ("norm", "write", "total", "sum")
+# float32 roundoffs by which an exponential, a root or a quotient may err: PTX documents 2^-22 for the approximations
+ELEMENTARY = 4.0
+# tokens of the longest chunk: a rounded write of the chunk is seen by its outputs, but its predictions were made before
+CHUNK = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """Sequences after the gate and the norm, float64; heads are value heads.
+
+    Attributes:
+        q: ``[T, h, K]``.
+        k: ``[T, h, K]``.
+        v: ``[T, h, V]``.
+        g: ``[T, h, K]``, natural log of the decay.
+        beta: ``[T, h]``, write strength.
+        initial: ``[N, h, K, V]``.
+        scale: Factor on the output.
+        bounds: ``N + 1`` offsets of the sequences.
+        kept: ``(sequence, tokens)`` of each state that is wanted on the way.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    initial: Tensor
+    scale: float
+    bounds: tuple[int, ...]
+    kept: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of each sequence."""
+        return [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
+
+
+def layer_of(arguments: Mapping[str, Any], heads: Sequence[int] | None = None) -> tuple[Tensor, ...]:
+    """``q, k, v, g, beta`` of some value heads as the recurrence takes them, from the arguments of a kernel.
+
+    Args:
+        arguments: Of ``reference.kda.kda``, in any dtype.
+        heads: Value heads; all without.
+    """
+
+    def wide(value: Any) -> Any:
+        return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    total, group = arguments["v"].shape[1], arguments["v"].shape[1] // arguments["q"].shape[1]
+    picked = torch.arange(total) if heads is None else torch.tensor(heads)
+    picked = picked.to(arguments["v"].device)
+    # a head takes its own key head along, and is its whole group
+    q, k = (wide(arguments[name][:, picked // group]) for name in ("q", "k"))
+    v, g, beta = (wide(arguments[name][:, picked]) for name in ("v", "g", "beta"))
+    own = {name: None if arguments[name] is None else wide(arguments[name])[picked] for name in ("A_log", "dt_bias")}
+    options = {name: arguments[name] for name in ("gate", "lower_bound", "beta_is_logits", "qk_l2norm")}
+    q, k, g, beta = transformed(q, k, g, beta, **own, **options)
+    return q, k, v, g, beta
+
+
+def sites_of(contract: Contract) -> dict[str, Precision]:
+    """The format to which a kernel may round at each site."""
+    operand: Precision = contract.p
+    if contract.inputs is not None and UNIT_ROUNDOFF[contract.inputs] > UNIT_ROUNDOFF[operand]:
+        operand = contract.inputs
+    single: Precision = "fp64" if contract.qk_acc == "fp64" else "fp32"
+    named = {"gate": "logits", "state": "state"}
+    return dict.fromkeys(OPERANDS, operand) | dict.fromkeys(SINGLE, single) | contract.formats(named)
+
+
+def coarse(rounded: Rounded, site: str, value: Tensor, roundoffs: float) -> Tensor:
+    """A value with so many times the noise of its site."""
+    return value + roundoffs * (rounded(site, value) - value)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Walk:
+    """States on their way, those of the longest sequences first; ``[runs, n, h, K, V]`` or ``[runs, n, h, K]``.
+
+    Attributes:
+        state: What the next prediction is made from.
+        unseen: What rounding the writes of a chunk adds to it for outputs and later chunks.
+        power: Squares of the terms that make up the state.
+        total: Log decay since the chunk began.
+        drift: Error of the last prefix sum of log decays.
+    """
+
+    state: Tensor
+    unseen: Tensor
+    power: Tensor
+    total: Tensor
+    drift: Tensor
+
+    def cut(self, count: int) -> None:
+        """Go on with the first sequences alone: the others have ended."""
+        for name in ("state", "unseen", "power", "total", "drift"):
+            setattr(self, name, getattr(self, name)[:, :count])
+
+    def join(self) -> None:
+        """Begin a chunk."""
+        self.state = self.state + self.unseen
+        self.unseen, self.total = torch.zeros_like(self.unseen), torch.zeros_like(self.total)
+        self.drift = torch.zeros_like(self.drift)
+
+
+def kda_recurrence(tokens: Tokens, rounded: Rounded, runs: int) -> dict[str, Tensor]:
+    """``out``, ``final state`` and ``checkpoints`` of so many runs, ``[runs, ...]``: see ``harness.perturbed``."""
+    lengths = torch.tensor(tokens.lengths)
+    order = torch.argsort(lengths, descending=True, stable=True)
+    first, left = torch.tensor(tokens.bounds[:-1])[order], lengths[order].tolist()
+    device = tokens.v.device
+    state = tokens.initial[order.to(device)].expand(runs, *tokens.initial.shape)
+    zero = torch.zeros_like(state)
+    flat = zero[..., 0]
+    walk = _Walk(state=state, unseen=zero, power=state.square(), total=flat, drift=flat)
+    out = torch.zeros(runs, tokens.bounds[-1], *tokens.v.shape[1:], dtype=torch.float64, device=device)
+    final = torch.zeros(runs, *tokens.initial.shape, dtype=torch.float64, device=device)
+    kept = torch.zeros(runs, len(tokens.kept), *tokens.initial.shape[1:], dtype=torch.float64, device=device)
+    place = {sequence: at for at, sequence in enumerate(order.tolist())}
+    # the same for every token: how far a sum of so many products strays, in roundoffs of the root of their squares
+    terms = tokens.q.shape[2] ** 0.5
+    active = len(left)
+    for t in range(max(left, default=0) + 1):
+        if t % CHUNK == 0:
+            walk.join()
+        for index, (owner, wanted) in enumerate(tokens.kept):
+            if wanted == t:
+                kept[:, index] = (walk.state + walk.unseen)[:, place[owner]]
+        while active and left[active - 1] == t:
+            active -= 1
+            final[:, order[active]] = (walk.state + walk.unseen)[:, active]
+        if active == 0:
+            break
+        walk.cut(active)
+        rows = (first[:active] + t).to(device)
+        out[:, rows] = _token(walk, tokens, rows, rounded, runs, terms)
+    return {"out": out, "final state": final, "checkpoints": kept}
+
+
+def _token(walk: _Walk, tokens: Tokens, rows: Tensor, rounded: Rounded, runs: int, terms: float) -> Tensor:
+    """Take one token of each sequence; its output, ``[runs, n, h, V]``."""
+    q, k, v, g, beta = (
+        x[rows].expand(runs, len(rows), *x.shape[1:]) for x in (tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta)
+    )
+    # a kernel exponentiates differences of prefix sums: what it errs by in one it takes back in the next
+    walk.total = walk.total + g
+    drift = rounded("total", walk.total) - walk.total
+    decay = (coarse(rounded, "gate", g, 1.0) + drift - walk.drift).exp() * coarse(
+        rounded, "norm", torch.ones_like(g), ELEMENTARY
+    )
+    walk.drift = drift
+    walk.state, walk.unseen = decay[..., None] * walk.state, decay[..., None] * walk.unseen
+    walk.power = walk.power * g.exp().square()[..., None]
+    one = torch.ones_like(beta)[..., None]
+    query = rounded("query", q) * coarse(rounded, "norm", one, ELEMENTARY)
+    normed = k * coarse(rounded, "norm", one, ELEMENTARY)
+    # a chunk adds its writes up when it reads them, so its sums err in proportion to the writes
+    size = walk.power.sqrt()
+    recalled = rounded("recalled", walk.state) + coarse(rounded, "sum", size, terms) - size
+    told = torch.einsum("...kv,...k->...v", recalled, rounded("key", normed))
+    write = coarse(rounded, "write", beta, ELEMENTARY)[..., None]
+    error = write * (rounded("value", v) - told)
+    added = normed[..., None] * error[..., None, :]
+    written = rounded("written key", normed)[..., None] * rounded("error", error)[..., None, :]
+    walk.unseen = walk.unseen + written - added
+    walk.state = rounded("state", walk.state + added)
+    walk.power = walk.power + added.square()
+    size = walk.power.sqrt()
+    read = rounded("read", walk.state + walk.unseen) + coarse(rounded, "sum", size, terms) - size
+    return tokens.scale * torch.einsum("...kv,...k->...v", read, query)
