@@ -26,6 +26,8 @@ class Block:
         out: ``[n, Dv]``.
         scale: Size of the factor on the logits.
         projected: Leading dimensions of ``q . k`` that come out of a projection inside the kernel.
+        times: ``[S]``, how often a key counts; None for once. ``p`` is the weight of all its copies, which err alike.
+        aside: ``[n]``, weight that goes to a sink, whose value is 0; None for none.
     """
 
     q: Tensor
@@ -37,6 +39,14 @@ class Block:
     out: Tensor
     scale: float
     projected: int
+    times: Tensor | None = None
+    aside: Tensor | None = None
+
+    @cached_property
+    def repeats(self) -> Tensor:
+        """``[n, S]``: of a visible key, the square of how often it counts."""
+        seen = self.seen.to(self.p.dtype)
+        return seen if self.times is None else seen * self.times.square()
 
     @cached_property
     def p2(self) -> Tensor:
@@ -147,21 +157,18 @@ def operand_sums(block: Block) -> dict[str, Tensor]:
         "scale_operand": block.around_scale(variance),
         "scale_query": (q2 * block.covariance_scale(block.k).square()).sum(-1),
         "scale_cut": (cut * (block.w - 1)).sum(-1).abs(),
-        "lse_operand_power": variance.sum(-1) + (q2 * (block.p @ block.k).square()).sum(-1),
-        "lse_cut": cut.sum(-1).abs(),
-        "lse_logits_power": (p2 * z.square()).sum(-1),
     }
 
 
 def value_sums(rows: Rows, head: int, block: Block) -> dict[str, Tensor]:
     """The sums over values, element by element."""
     p, v, p2, out = block.p, block.v, block.p2, block.out
-    seen = block.seen.to(p.dtype)
     v_terms = terms(rows.v_terms, head, v)
     magnitude, power, running = p @ v.abs(), p2 @ v.square(), block.weighted.cumsum(1)
     reach = running_range(running)
     part_sums, part_mass = split_sums(p, v, rows.split_ends)
     part_spread = part_sums - part_mass[..., None] * out[:, None]
+    spread = (p[:, :, None] * (v[None] - out[:, None]).abs()).sum(1)
     return {
         "magnitude": magnitude,
         "stored_magnitude": magnitude,
@@ -169,9 +176,9 @@ def value_sums(rows: Rows, head: int, block: Block) -> dict[str, Tensor]:
         "power": power,
         "value_power": power,
         "weight_spread": block.around_out(p2),
-        "visible_power": seen @ v.square(),
-        "visible_spread": block.around_out(seen),
-        "spread": (p[:, :, None] * (v[None] - out[:, None]).abs()).sum(1),
+        "visible_power": block.repeats @ v.square(),
+        "visible_spread": block.around_out(block.repeats),
+        "spread": spread if block.aside is None else spread + block.aside[:, None] * out.abs(),
         "sum_power": running.square().sum(1),
         "range_power": reach.square(),
         "range_magnitude": reach * magnitude,
@@ -191,12 +198,12 @@ def value_sums(rows: Rows, head: int, block: Block) -> dict[str, Tensor]:
 
 def scale_sums(rows: Rows, head: int, block: Block, sums: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same projected on the output, for the scale statistic; ``sums`` are those of the elements."""
-    p2, seen = block.p2, block.seen.to(block.p.dtype)
+    p2 = block.p2
     return {
         "scale_p": (p2 * block.w.square()).sum(-1),
         "scale_weight": block.around_scale(p2),
-        "scale_visible": (seen * block.w.square()).sum(-1),
-        "scale_visible_spread": block.around_scale(seen),
+        "scale_visible": (block.repeats * block.w.square()).sum(-1),
+        "scale_visible_spread": block.around_scale(block.repeats),
         "scale_out": block.along_out(block.out.square()),
         "scale_input": block.along_out(sums["power"]),
         "scale_value": block.along_out(sums["value_power"]),
@@ -212,11 +219,15 @@ def scale_sums(rows: Rows, head: int, block: Block, sums: dict[str, Tensor]) -> 
 
 def lse_sums(block: Block) -> dict[str, Tensor]:
     """What errors of logits do to their log-sum-exp, if all err alike and if each errs by itself."""
+    p2, z, q2 = block.p2, block.z, block.scale**2 * block.q.square()
     return {
         "lse_key": (block.p * block.projected_moving.sqrt()).sum(-1),
         "lse_key_power": (block.p2 * block.projected_moving).sum(-1),
         "lse_fp32": (block.p * block.fp32).sum(-1),
         "lse_fp32_power": (block.p * block.fp32).square().sum(-1),
+        "lse_operand_power": (p2 * block.moving).sum(-1) + (q2 * (block.p @ block.k).square()).sum(-1),
+        "lse_cut": (block.p * z).sum(-1).abs(),
+        "lse_logits_power": (p2 * z.square()).sum(-1),
     }
 
 

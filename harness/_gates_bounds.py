@@ -143,8 +143,11 @@ def finite_lse(c: Companions) -> Tensor:
 
 
 def normaliser(c: Companions, u: Roundoffs) -> Tensor:
-    """Relative error of weights that are divided by ``exp(lse)``, the lse being stored first; ``[n, h, 1]``."""
-    return (u.lse * finite_lse(c))[..., None]
+    """Relative error of weights that are divided by ``exp(lse)``, the lse being stored first; ``[n, h, 1]``.
+
+    A sink is compared with it, and is stored as well.
+    """
+    return (u.lse * (finite_lse(c) + c.sink))[..., None]
 
 
 def split_power(c: Companions, u: Roundoffs) -> Tensor:
@@ -289,3 +292,11 @@ def lse_limit(c: Companions, u: Roundoffs) -> Tensor:
     each = LSE_INDEPENDENT_SIGMAS * each.sqrt() + u.cut * c.lse_cut + together
     stored = 2 * u.lse * split_count(c, u).sqrt() * finite_lse(c) + 4 * c.visible.sqrt() * u.single + u.ex2
     return torch.minimum(hard, torch.minimum(alike, each)) + stored
+
+
+def max_logits_limit(c: Companions, u: Roundoffs) -> Tensor:
+    """Limit on the highest logit, ``[n, h]``: a maximum errs no more than the worst of what it is over."""
+    products = (4 * math.sqrt(u.width) * u.products + u.operand_bound) * c.products + u.projected * c.lse_projected
+    # scaled, to base 2 and back; then stored
+    height = torch.where(c.visible > 0, c.max_logits.abs(), 0.0)
+    return products + u.logits * c.logit_max + (4 * u.single + 2 * u.lse) * height + SUBNORMAL["fp32"]

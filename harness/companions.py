@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..reference.attention import masked_logits, softmax_with_lse
 from ._companions_absorbed import Absorbed
+from ._companions_listed import Listed
 from ._companions_sums import Block, freedom_sums, logit_sums, lse_sums, operand_sums, scale_sums, value_sums
 from .operation import Rows
 
@@ -27,11 +28,14 @@ class Companions:
 
     Attributes:
         out: The oracle's output ``o``.
-        lse: The oracle's log-sum-exp.
+        lse: The oracle's log-sum-exp, without a sink.
+        max_logits: The highest of its logits; ``-inf`` where no key is visible.
+        share: What a sink leaves of the weight; 1 without one.
+        sink: ``p |z|`` of the sink, what its own logit can move; 0 without one.
         visible: Number of visible keys.
         keys: Number of keys of the request, hidden ones included.
         total: ``l = sum exp(z - max z)``, the denominator in units of the largest weight.
-        n_eff: ``1 / sum p^2``, keys that share the weight.
+        n_eff: ``1 / sum p^2``, keys that share what a sink leaves of the weight.
         weight_dof: Degrees of freedom of ``sum_j e_j p_j v_j`` over the value dimensions, ``e`` independent: few where
             the weight lies on few keys, or where the values are alike.
         spread_dof: The same of ``sum_j e_j p_j (v_j - o)``.
@@ -102,6 +106,9 @@ class Companions:
 
     out: Tensor
     lse: Tensor
+    max_logits: Tensor
+    share: Tensor
+    sink: Tensor
     visible: Tensor
     keys: Tensor
     total: Tensor
@@ -179,6 +186,8 @@ def companions(rows: Rows, *, absorbed: bool = False) -> Companions:
     Raises:
         ValueError: If the rows are projected from latents that they do not carry.
     """
+    if rows.lists is not None:
+        return _listed_companions(rows, rows.lists)
     absorbed = absorbed and rows.projection_depth > 0
     # an absorbed query is as wide as a latent row
     width = rows.q.shape[-1] + (rows.projection_depth if absorbed else 0)
@@ -213,19 +222,38 @@ def _companions_block(rows: Rows, head: int, queries: slice, *, absorbed: bool) 
     found = {
         "out": out,
         "lse": lse,
+        "max_logits": logits[:, 0].amax(-1) if len(k) else lse,
+        "share": torch.ones_like(lse),
+        "sink": torch.zeros_like(lse),
         "visible": visible,
         "keys": torch.full_like(visible, len(k)),
         "total": torch.where(visible > 0, 1 / heaviest.clamp(min=1e-300), 0.0),
         "n_eff": 1 / p.square().sum(-1).clamp(min=1e-300),
     }
     if not absorbed:
-        return found | _sums(rows, head, block)
+        return found | _sums(rows, head, block, block)
     latent = Absorbed.of(rows, head, block)
-    sums = _sums(replace(rows, k_terms=None, v_terms=None), head, latent.block)
+    sums = _sums(replace(rows, k_terms=None, v_terms=None), head, latent.block, latent.block)
     return found | sums | latent.sums(rows, sums["key_dof"])
 
 
-def _sums(rows: Rows, head: int, block: Block) -> dict[str, Tensor]:
+def _listed_companions(rows: Rows, lists: Tensor) -> Companions:
+    """Query by query, for each has keys of its own, and as many heads at once as fit; all heads share these keys."""
+    parts: list[dict[str, Tensor]] = []
+    for query, entries in enumerate(lists):
+        elements = max(1, int((entries >= 0).sum())) * max(rows.v.shape[-1], rows.q.shape[-1])
+        step = max(1, BLOCK_ELEMENTS[rows.k.device.type] // elements)
+        blocks = []
+        for at in range(0, len(rows.heads), step):
+            listed = Listed.of(rows, query, slice(at, at + step))
+            blocks.append(listed.found | _sums(rows, 0, listed.block, listed.alone) | listed.in_any_order())
+        parts.append({name: torch.cat([block[name] for block in blocks]) for name in blocks[0]})
+    names = [field.name for field in fields(Companions)]
+    return Companions(**{name: torch.stack([part[name] for part in parts]) for name in names})
+
+
+def _sums(rows: Rows, head: int, block: Block, alone: Block) -> dict[str, Tensor]:
+    """Of a block, and for the log-sum-exp of the same one without a sink."""
     values = value_sums(rows, head, block)
     return (
         values
@@ -233,5 +261,5 @@ def _sums(rows: Rows, head: int, block: Block) -> dict[str, Tensor]:
         | logit_sums(rows, head, block)
         | operand_sums(block)
         | scale_sums(rows, head, block, values)
-        | lse_sums(block)
+        | lse_sums(alone)
     )

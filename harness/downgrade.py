@@ -219,9 +219,9 @@ def case_evidence(exam: Exam, execution: Execution, labels: Sequence[str] | None
     contract = execution.contract
     lower = {name: low for name, low in downgraded(contract) if labels is None or name in labels}
     declared = _fit(exam, execution, contract)
-    out, lse = execution.first
+    out, lse, *more = execution.first
     outline = cast(AttentionOperation, exam.operation).outline(exam.case)
-    if not all(gate.passed for gate in nonfinite_gates(out, lse, outline)):
+    if not all(gate.passed for gate in nonfinite_gates(out, lse, outline, *more)):
         return Evidence(declared=False, lower={})
     fits = {name: _fit(exam, execution, low) for name, low in lower.items()}
     return Evidence(declared=declared.passed, lower={name: _sensitive(fit, declared) for name, fit in fits.items()})
@@ -229,8 +229,10 @@ def case_evidence(exam: Exam, execution: Execution, labels: Sequence[str] | None
 
 def _fit(exam: Exam, execution: Execution, contract: Contract) -> Fit:
     family = exam.case.family
-    out, lse = execution.first
-    tally = judge_answers(out, lse, exam.answers_for(contract), contract=contract, family=family)
+    out, lse, *more = execution.first
+    highest = more[0] if more else None
+    answers = exam.answers_for(contract)
+    tally = judge_answers(out, lse, answers, contract=contract, family=family, max_logits=highest)
     exact = family in EXACT_FAMILIES
     return Fit(
         passed=all(gate.passed for gate in tally.results()),

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ._gates_bounds import SINGLE, Roundoffs, Variances, chi_limit, hard_envelope, lse_limit
+from ._gates_bounds import SINGLE, Roundoffs, Variances, chi_limit, hard_envelope, lse_limit, max_logits_limit
 from .answers import SMALL_ANSWER
 from .companions import Companions, companions
 from .contract import Contract
@@ -26,6 +26,8 @@ MEDIAN_RMS_LIMIT = 1.1
 FEWEST_KEYS_FOR_RMS = 4
 FEWEST_ROWS_FOR_MEDIAN = 8
 ROWS_KEPT = 1024
+# relative noise of float64 sums, and of a sink in float32: both round away in half precision
+NOISE, SINK_NOISE = 2.0**-40, 2.0**-20
 SCALE_ROW_SIGMAS = 7.0
 
 Block = TypeVar("Block", Rows, Companions)
@@ -42,15 +44,19 @@ __all__ = [
     "judge",
     "judge_answers",
     "lse_limit",
+    "max_logits_limit",
     "nonfinite_gates",
     "oracle_answers",
 ]
 
 
-def nonfinite_gates(out: Tensor, lse: Tensor, outline: AttentionOutline) -> list[GateResult]:
+def nonfinite_gates(
+    out: Tensor, lse: Tensor, outline: AttentionOutline, max_logits: Tensor | None = None
+) -> list[GateResult]:
     """G1 over all elements: finite, but ``(0, -inf)`` in rows that see no key and NaN in rows that see one.
 
     Columns of values that are NaN or infinite at a visible key are so in the output; the log-sum-exp is finite there.
+    The highest logit is ``-inf`` without a key, and anything if one is NaN: maxima of hardware drop it, others keep it.
     """
     empty = outline.empty_rows.to(out.device)
     undefined = torch.zeros_like(empty) if outline.nan_rows is None else outline.nan_rows.to(out.device)
@@ -61,8 +67,11 @@ def nonfinite_gates(out: Tensor, lse: Tensor, outline: AttentionOutline) -> list
         bad_out[place] = ~out[place].isnan() if math.isnan(column.value) else out[place] != column.value
     bad_lse = torch.where(empty[:, None], lse != float("-inf"), ~torch.isfinite(lse))
     bad_lse = torch.where(undefined[:, None], ~lse.isnan(), bad_lse)
-    results = []
-    for name, bad, values in (("out", bad_out, out), ("lse", bad_lse, lse)):
+    results, judged = [], [("out", bad_out, out), ("lse", bad_lse, lse)]
+    if max_logits is not None:
+        bad = torch.where(empty[:, None], max_logits != float("-inf"), ~torch.isfinite(max_logits))
+        judged.append(("max_logits", bad & ~undefined[:, None], max_logits))
+    for name, bad, values in judged:
         where = None
         if bool(bad.any()):
             index = [int(i) for i in bad.nonzero()[0]]
@@ -95,24 +104,32 @@ def exact_elements(c: Companions, rows: Rows, u: Roundoffs, out_dtype: torch.dty
     One-hot rows always. Uniform rows where the row, and each stretch that is stored before a merge, has ``2^k`` visible
     keys (so that normalised weights are exact, too), and its mean is representable and not 0, so that float32 noise
     rounds away, and no sum is larger than its accumulator counts. Where it is not known which stretches are stored in
-    half precision, rows of one or two keys alone. Outputs in float32 are compared after rounding to bfloat16, for the
-    same reason.
+    half precision, rows of one or two keys alone. A sink must leave nothing of the weight, or a power of two. Outputs
+    in float32 are compared after rounding to bfloat16, for the same reason.
     """
+    shared = _shared_evenly(c.share)
     if family == "exact-one-hot":
-        return (c.visible[..., None] > 0).expand_as(c.out)
+        return ((c.visible > 0) & shared)[..., None].expand_as(c.out)
     # an accumulator of half precision counts no further than 1 / u
     counted = c.value_max * c.visible <= 1 / u.pv_acc
-    whole = _representable(c.out, out_dtype) & (c.out != 0) & counted[..., None]
+    noise = torch.where(c.share == 1, NOISE, SINK_NOISE)[..., None]
+    whole = _representable(c.out, out_dtype, noise) & (c.out != 0) & (counted & shared)[..., None]
     if u.anywhere:
         known = c.visible <= (2.0 if u.split > SINGLE else math.inf)
         return whole & (known & _power_of_two(c.visible.long()))[..., None]
-    stored = _representable(c.split_means, out_dtype).all(dim=2)
+    stored = _representable(c.split_means, out_dtype, NOISE).all(dim=2)
     return whole & stored & _power_of_two_stretches(rows)[:, None, None]
 
 
-def _representable(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Whether a dtype holds the values, up to the noise of float64 sums."""
-    return (values - values.to(dtype).double()).abs() <= 2.0**-40 * values.abs()
+def _representable(values: Tensor, dtype: torch.dtype, noise: float | Tensor) -> Tensor:
+    """Whether a dtype holds the values, up to a relative noise."""
+    return (values - values.to(dtype).double()).abs() <= noise * values.abs()
+
+
+def _shared_evenly(share: Tensor) -> Tensor:
+    """Whether what a sink leaves is nothing or a power of two, which multiplies without rounding."""
+    near = torch.exp2(share.clamp(min=1e-300).log2().round())
+    return (share == 0) | ((share - near).abs() <= SINK_NOISE * near)
 
 
 def _power_of_two_stretches(rows: Rows) -> Tensor:
@@ -151,8 +168,8 @@ class Tally:
         self._row_errors: list[dict[str, Tensor]] = []
         self.rows_judged = 0
 
-    def add(self, rows: Rows, c: Companions, out: Tensor, lse: Tensor) -> None:
-        """Judge one block; ``out`` is ``[T, H, Dv]`` and ``lse`` ``[T, H]``, the kernel's whole answer."""
+    def add(self, rows: Rows, c: Companions, out: Tensor, lse: Tensor, max_logits: Tensor | None = None) -> None:
+        """Judge one block; ``out`` is ``[T, H, Dv]``, the others ``[T, H]``: the kernel's whole answer."""
         u = Roundoffs.of(self._contract, rows)
         got = out[rows.tokens][:, rows.heads].to(c.out.device).double()
         got_lse = lse[rows.tokens][:, rows.heads].to(c.out.device).double()
@@ -170,6 +187,10 @@ class Tally:
         seen = c.visible > 0
         lse_error = torch.where(seen, (got_lse - c.lse).abs(), 0.0)
         self._keep("G6 lse", lse_error / lse_limit(c, u), rows, got_lse, c.lse)
+        if max_logits is not None:
+            highest = max_logits[rows.tokens][:, rows.heads].to(c.out.device).double()
+            error_of_highest = torch.where(seen, (highest - c.max_logits).abs(), 0.0)
+            self._keep("G6 max logits", error_of_highest / max_logits_limit(c, u), rows, highest, c.max_logits)
 
         variances, scale = Variances.of(c, u), ScaleRows.of(c, u, rows, got)
         rms, freedom = (error.square().sum(-1) / variances.total).sqrt(), variances.freedom(c, u)
@@ -177,7 +198,8 @@ class Tally:
         if self._family in EXACT_FAMILIES:
             # equal rows in every head and request: no statistic applies, and none is needed
             return
-        diffuse = seen & (c.n_eff >= FEWEST_KEYS_FOR_RMS)
+        # where a sink leaves nothing there is nothing to round
+        diffuse = seen & (c.n_eff >= FEWEST_KEYS_FOR_RMS) & (c.share > 0)
         self._rms.append(rms[diffuse].cpu())
         self._freedom.append(freedom[diffuse].cpu())
         self._groups += int(diffuse.any(dim=0).sum())
@@ -254,7 +276,15 @@ def _short(values: list[Any]) -> list[Any]:
     return [value if isinstance(value, int) else float(f"{value:.4g}") for value in values]
 
 
-def judge(out: Tensor, lse: Tensor, blocks: Iterable[Rows], *, contract: Contract, family: str) -> Tally:
+def judge(
+    out: Tensor,
+    lse: Tensor,
+    blocks: Iterable[Rows],
+    *,
+    contract: Contract,
+    family: str,
+    max_logits: Tensor | None = None,
+) -> Tally:
     """Hold a kernel's answer against the oracle's rows.
 
     Args:
@@ -263,18 +293,25 @@ def judge(out: Tensor, lse: Tensor, blocks: Iterable[Rows], *, contract: Contrac
         blocks: The rows, in float64.
         contract: What the kernel promised.
         family: Of the case.
+        max_logits: ``[T, H]``, where the operation asks for them.
     """
     answers = oracle_answers(blocks, absorbed=contract.absorbed)
-    return judge_answers(out, lse, answers, contract=contract, family=family)
+    return judge_answers(out, lse, answers, contract=contract, family=family, max_logits=max_logits)
 
 
 def judge_answers(
-    out: Tensor, lse: Tensor, answers: Iterable[tuple[Rows, Companions]], *, contract: Contract, family: str
+    out: Tensor,
+    lse: Tensor,
+    answers: Iterable[tuple[Rows, Companions]],
+    *,
+    contract: Contract,
+    family: str,
+    max_logits: Tensor | None = None,
 ) -> Tally:
     """The same against rows whose companions are known already; they are those of an absorbing kernel if it is one."""
     tally = Tally(contract, family)
     for rows, c in answers:
-        tally.add(rows, c, out, lse)
+        tally.add(rows, c, out, lse, max_logits)
     return tally
 
 

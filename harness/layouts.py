@@ -188,7 +188,7 @@ def _destination(
 ) -> Destination:
     shapes = {result.name: result.shape for result in outline.results}
     if conventions.lse_layout == "HT":
-        shapes["lse"] = shapes["lse"][::-1]
+        shapes |= {name: shape[::-1] for name, shape in shapes.items() if name in ("lse", "max_logits")}
     # what is written in place has been given already
     shapes = {name: shape for name, shape in shapes.items() if name not in outline.in_place}
     dtypes = {result.name: result_dtype(result, contract) for result in outline.results if result.name in shapes}
@@ -212,33 +212,34 @@ def result_dtype(result: Result, contract: Contract) -> torch.dtype:
 
 
 def tokens_first(answer: Any, conventions: Conventions) -> Any:
-    """``(out, lse)`` with ``lse`` as ``[T, H]``: a view of what a ``"HT"`` kernel returned, of anything else itself."""
-    if conventions.lse_layout == "HT" and isinstance(answer, tuple) and len(answer) == 2:
-        out, lse = answer
-        if isinstance(lse, Tensor) and lse.ndim == 2:
-            return out, lse.T
+    """What belongs to a row as ``[T, H]``: a view of what a ``"HT"`` kernel returned, of anything else itself."""
+    if conventions.lse_layout == "HT" and isinstance(answer, tuple) and len(answer) > 1:
+        out, *others = answer
+        if all(isinstance(one, Tensor) and one.ndim == 2 for one in others):
+            return out, *(one.T for one in others)
     return answer
 
 
 def restated(answer: Answer, conventions: Conventions, empty_rows: Tensor) -> Answer:
     """An answer in the oracle's conventions: ``(0, -inf)`` for the declared values of empty rows, natural logarithms.
 
-    A log-sum-exp to base 2 becomes float64, so that the change of base adds no error that the kernel would answer for.
+    A log-sum-exp to base 2 becomes float64, so that the change of base adds no error that the kernel would answer for;
+    so does a highest logit, which is in the same units.
 
     Args:
-        answer: ``out``, ``[T, H, Dv]``, and ``lse``, ``[T, H]``, as the kernel states them.
+        answer: ``out``, ``[T, H, Dv]``, ``lse``, ``[T, H]``, and what else there is, as the kernel states them.
         conventions: Of the kernel.
         empty_rows: ``[T]``, bool, rows that see no key.
     """
-    out, lse = answer
+    out, lse, *others = answer
     if conventions.lse_base == "2":
-        lse = lse.double() * math.log(2.0)
+        lse, *others = (one.double() * math.log(2.0) for one in (lse, *others))
     empty = empty_rows.to(out.device)
     if conventions.empty_row[0] != "zero":
         out = torch.where(empty[:, None, None] & _holds(out, conventions.empty_row[0]), 0.0, out)
     if conventions.empty_row[1] != "-inf":
         lse = torch.where(empty[:, None] & _holds(lse, conventions.empty_row[1]), -math.inf, lse)
-    return out, lse
+    return out, lse, *others
 
 
 def empty_row_gates(answer: Answer, conventions: Conventions, outline: AttentionOutline) -> list[GateResult]:
@@ -250,7 +251,7 @@ def empty_row_gates(answer: Answer, conventions: Conventions, outline: Attention
         outline: Which rows are empty.
     """
     gates = []
-    declared = zip(("out", "lse"), answer, conventions.empty_row, Conventions().empty_row, strict=True)
+    declared = zip(("out", "lse"), answer[:2], conventions.empty_row, Conventions().empty_row, strict=True)
     for name, values, wanted, canonical in declared:
         if wanted == canonical:
             continue

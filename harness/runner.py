@@ -226,15 +226,16 @@ def assess(exam: Exam, execution: Execution | Stop) -> Finding:
 def _hold_attention(exam: Exam, execution: Execution, asked: list[Answer]) -> tuple[list[GateResult], dict[str, Any]]:
     """The gates of a softmax over keys: G1, and where all is finite the rows; what the finding says of the rows."""
     contract, operation = execution.contract, cast(AttentionOperation, exam.operation)
-    out, lse = asked[0]
-    gates = nonfinite_gates(out, lse, operation.outline(exam.case))
+    out, lse, *more = asked[0]
+    gates = nonfinite_gates(out, lse, operation.outline(exam.case), *more)
     if not all(gate.passed for gate in gates):
         return gates, {}
     oracle = exam.answers_for(contract)
     blocks = relocated([rows for rows, _ in oracle], exam.inputs.arguments, exam.case, execution.conventions)
     answers = list(zip(blocks, (c for _, c in oracle), strict=True))
-    for out, lse in asked:
-        tally = judge_answers(out, lse, answers, contract=contract, family=exam.case.family)
+    for out, lse, *more in asked:
+        highest = more[0] if more else None
+        tally = judge_answers(out, lse, answers, contract=contract, family=exam.case.family, max_logits=highest)
         gates += sorted(tally.results(), key=lambda gate: gate.gate)
     return gates, {"rows_judged": tally.rows_judged, "rows": tally.row_errors()}
 

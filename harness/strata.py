@@ -59,7 +59,7 @@ class ScaleRows:
         independent, shared = _variances(c, u)
         labels = _strata(c, rows)
         # truncated operands take the edge off all logits; the other sums are those of adders that truncate
-        drift = c.visible.sqrt() * u.single + 0.5 * u.lse * finite_lse(c) + u.cut * c.scale_cut / 4
+        drift = c.visible.sqrt() * u.single + 0.5 * u.lse * (finite_lse(c) + c.sink) + u.cut * c.scale_cut / 4
         return cls(
             alpha=alpha.flatten(),
             independent=independent.flatten(),

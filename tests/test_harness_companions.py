@@ -118,6 +118,9 @@ def naive_row(rows: Rows, i: int, h: int) -> dict[str, Any]:
     return {
         "out": o,
         "lse": lse,
+        "max_logits": highest,
+        "share": 1.0,
+        "sink": 0.0,
         "visible": len(keys),
         "keys": len(k),
         "total": sum(math.exp(z[j] - highest) for j in keys),
@@ -268,7 +271,9 @@ def test_a_row_without_keys_is_the_identity_and_adds_nothing() -> None:
     assert found.lse[0].tolist() == [-math.inf, -math.inf]
     assert found.n_eff[0].min() > 1e299
     # the largest value is that of all keys, seen or not
-    for name in set(NAMES) - {"lse", "n_eff", "value_max", "keys", "value_dof", *UNDEFINED_FREEDOM}:
+    assert found.max_logits[0].tolist() == [-math.inf, -math.inf]
+    constant = {"n_eff", "value_max", "keys", "value_dof", "share", *UNDEFINED_FREEDOM}
+    for name in set(NAMES) - {"lse", "max_logits"} - constant:
         assert getattr(found, name)[0].abs().max() == 0.0, name
         assert bool(torch.isfinite(getattr(found, name)[1]).all()), name
 
