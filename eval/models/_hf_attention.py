@@ -3,7 +3,7 @@
 A model asks for its attention by a name. Ours is registered under a name of its own with the mask of the plain kernel
 behind it, and notes each call where the output is made; a model that would take another way leaves no count.
 
-Latent attention is met between the cache and the output projection: where ``mla_prefill`` serves, the latents are left
+Latent attention is met between the cache and the output projection: where a kernel of latent rows serves, they are left
 as the cache holds them, and so they are what the attention function gets for keys and values.
 """
 
@@ -11,38 +11,27 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...optimized.mla_prefill import MlaPrefillPlan, MlaShape, mla_prefill, plan_mla_prefill
+from ...optimized.mla_prefill import MlaShape
 from ..extras import require
+from ._hf_exact_scores import TopkRule
+from ._hf_latent import LatentRows, PrefillStep, latent_layers, latent_shape
 from ._hf_packed import PackedStep, check_plain
-from .seam import Arguments, Seam
+from ._hf_selection import Observed, Selection
+from ._hf_topk import TOPK_KERNELS, TopkStep
+from .seam import Seam
 
 PLAIN = ("eager", "sdpa")
 ATTENTION, MLA_PREFILL = "attention", "mla_prefill"
-KERNELS = (*PLAIN, ATTENTION, MLA_PREFILL)
-PREFILL, DECODE = "prefill", "decode"
+LATENT = (MLA_PREFILL, *TOPK_KERNELS)
+KERNELS = (*PLAIN, ATTENTION, *LATENT)
+PREFILL, SELECT, DECODE = "prefill", "select", "decode"
 
 _numbers = itertools.count()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """A part of a prefill, the same for every layer.
-
-    Attributes:
-        plan: Of ``mla_prefill``.
-        current: Where its tokens stand, ``[B, columns]``.
-        arguments: Of the operation, those that are no tensors of a layer.
-    """
-
-    plan: MlaPrefillPlan
-    current: Tensor
-    arguments: Arguments
 
 
 class Attention:
@@ -55,7 +44,16 @@ class Attention:
     """
 
     def __init__(
-        self, network: Any, kernel: str, *, plain: str, chunk: int, provider: str, own_kernel: str = ""
+        self,
+        network: Any,
+        kernel: str,
+        *,
+        plain: str,
+        chunk: int,
+        provider: str,
+        own_kernel: str = "",
+        topk: TopkRule | None = None,
+        selection: Selection | None = None,
     ) -> None:
         """Take the place of the model's attention.
 
@@ -64,11 +62,15 @@ class Attention:
             kernel: Of ``KERNELS``.
             plain: What serves where the kernel does not.
             chunk: Most history tokens that ``mla_prefill`` expands at once.
-            provider: Of ``attention``, or of the partial attention of ``mla_prefill``.
+            provider: Of ``attention``, of the partial attention of ``mla_prefill``, or implementation of the kernel.
             own_kernel: That takes the place of the house in the operation ``kernel``.
+            topk: What each query looks at, with a kernel of ``TOPK_KERNELS`` and no other.
+            selection: What stays of a prompt once it was read, with ``mla_prefill`` of the house alone; everything
+                without.
 
         Raises:
-            ValueError: If there is no such kernel, or one of your own without an operation that it could serve.
+            ValueError: If there is no such kernel, one of your own without an operation that it could serve, or a rule
+                without a kernel that follows it.
             NotImplementedError: If the kernel does not serve this model.
         """
         if kernel not in KERNELS or plain not in PLAIN:
@@ -77,13 +79,18 @@ class Attention:
             )
         if own_kernel and kernel in PLAIN:
             raise ValueError(f"a kernel of yours needs attention to be {ATTENTION} or {MLA_PREFILL}, got {kernel}")
-        self.kernel, self.plain = kernel, plain
+        if (topk is not None) != (kernel in TOPK_KERNELS):
+            raise ValueError(f"topk goes with {' and '.join(TOPK_KERNELS)} and no other attention, got {kernel}")
+        if selection is not None and (kernel != MLA_PREFILL or own_kernel):
+            raise ValueError(f"selection needs the scores of {MLA_PREFILL} of the house, got {own_kernel or kernel}")
+        self.kernel, self.plain, self.selection = kernel, plain, selection
         self.seam = None if kernel in PLAIN else Seam(kernel, own_kernel)
-        self._chunk, self._provider = chunk, provider
+        self._chunk, self._provider, self._topk = chunk, provider, topk
         self._stage = PREFILL
-        self._step: Step | PackedStep | None = None
+        self._step: PrefillStep | TopkStep | PackedStep | None = None
+        self._observed: Observed | None = None
         self._calls: Counter[str] = Counter()
-        self._shape = self._leave_latent(network) if kernel == MLA_PREFILL else None
+        self._shape = self._leave_latent(network) if kernel in LATENT else None
         transformers = require("transformers", extra="model")
         name = f"assay_{plain}_{next(_numbers)}"
         masks = require("transformers.masking_utils", extra="model").ALL_MASK_ATTENTION_FUNCTIONS
@@ -92,6 +99,10 @@ class Attention:
         network.set_attn_implementation(name)
         if network.config._attn_implementation != name:
             raise NotImplementedError(f"attention of {type(network).__name__} must be exchangeable, and is not")
+
+    def begin_batch(self, pads: Sequence[int], length: int) -> None:
+        """Prompts come next, ``length`` columns of them, with ``pads`` columns without a token, by row."""
+        self._observed = None if self.selection is None else Observed(self.selection, pads, length)
 
     def begin_prefill(self, pads: Sequence[int], start: int, stop: int, like: Tensor) -> None:
         """Columns ``start .. stop - 1`` of a left-padded batch come next, behind the ones before.
@@ -106,10 +117,27 @@ class Attention:
         if self.kernel == ATTENTION:
             self._step = PackedStep.of(pads, start, stop, like.device, self._provider)
         elif self._shape is not None:
-            self._step = self._planned(self._shape, pads, start, stop, like)
+            self._step = self._latent_step(self._shape, LatentRows.of(pads, start, stop, like.device), like.dtype)
+
+    def keep_selected(self, cache: Any, mask: Tensor) -> Tensor:
+        """Leave in the cache what the selection keeps of the prompts that were read.
+
+        Args:
+            cache: Of the model.
+            mask: ``[B, S]``, int64, 1 where a token stands.
+
+        Returns:
+            The mask of what is left; that of before without a selection.
+        """
+        if self.selection is None or self._observed is None:
+            return mask
+        mask, layers = self._observed.keep(cache)
+        self._observed = None
+        self._calls[f"{SELECT}/{self.selection.name}"] += layers
+        return mask
 
     def begin_decode(self) -> None:
-        """One token of each row comes next."""
+        """One token of each row comes next, or a few that are known."""
         self._stage, self._step = DECODE, None
 
     def take(self) -> Counter[str]:
@@ -117,45 +145,32 @@ class Attention:
         calls, self._calls = self._calls, Counter()
         return calls
 
-    def _planned(self, shape: MlaShape, pads: Sequence[int], start: int, stop: int, like: Tensor) -> Step:
-        served = [row for row, pad in enumerate(pads) if pad < stop]
-        current = [stop - max(start, pads[row]) for row in served]
-        contexts = [stop - pads[row] for row in served]
-        # the cache is [B, 1, stop, R]: the token of row r in column c has the slot r * stop + c
-        table = torch.full((len(served), max(contexts)), -1, dtype=torch.int64)
-        for at, (row, context) in enumerate(zip(served, contexts, strict=True)):
-            table[at, :context] = row * stop + pads[row] + torch.arange(context)
-        columns = torch.arange(start, stop)
-        integers = {
-            "cu_seqlens": torch.tensor([0, *itertools.accumulate(current)]),
-            "slot_table": table.to(like.device),
-            "request_rows": torch.arange(len(served)),
-            "context_lens": torch.tensor(contexts),
-        }
-        plan = plan_mla_prefill(
-            *integers.values(),
+    def _latent_step(self, shape: MlaShape, rows: LatentRows, dtype: torch.dtype) -> PrefillStep | TopkStep:
+        if self._topk is not None:
+            return TopkStep.of(rows, self.kernel, shape=shape, dtype=dtype, rule=self._topk, provider=self._provider)
+        return PrefillStep.of(
+            rows,
             shape=shape,
-            dtype=like.dtype,
-            num_slots=len(pads) * stop,
-            history_chunk_size=self._chunk,
+            dtype=dtype,
+            chunk=self._chunk,
             provider=self._provider,
+            observed=self._observed,
         )
-        # as the judge gives them
-        arguments: Arguments = {name: tensor.to(like.device, torch.int32) for name, tensor in integers.items()}
-        current_columns = (columns >= torch.tensor(pads)[:, None]).to(like.device)
-        return Step(plan=plan, current=current_columns, arguments=arguments | {"history_chunk_size": self._chunk})
 
     def _attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         """As transformers calls it: queries ``[B, H, columns, Dq]`` to outputs ``[B, columns, H, Dv]``."""
         if self.seam is not None and self._step is not None:
-            if isinstance(self._step, PackedStep):
+            step, scale, name = self._step, float(options["scaling"]), self.seam.name
+            if isinstance(step, PackedStep):
                 check_plain(options)
-                out = self._step.attend(self.seam, module.layer_idx, query, key, value, float(options["scaling"]))
+                out = step.attend(self.seam, module.layer_idx, query, key, value, scale)
             else:
-                out = _attend_latent(self.seam, module, query, key, value, float(options["scaling"]), self._step)
-            self._calls[f"{self._stage}/{self.seam.name}"] += 1
+                out = step.attend(self.seam, module, query, key, value, scale)
+            if isinstance(step, TopkStep) and name == self.seam.op:
+                name = f"{name}/{step.implementation}"
+            self._calls[f"{self._stage}/{name}"] += 1
             return out, None
         if self.plain == "eager":
             function = sys.modules[type(module).__module__].eager_attention_forward
@@ -167,19 +182,13 @@ class Attention:
 
     def _leave_latent(self, network: Any) -> MlaShape:
         """Have every layer hand over its latents while a step is planned; return the sizes of a layer."""
-        layers = [module for module in network.modules() if hasattr(module, "expand_kv")]
-        if not layers:
-            raise NotImplementedError(f"mla_prefill must have latent attention, got {type(network).__name__}")
+        layers = latent_layers(network, self.kernel)
+        shape, like = latent_shape(layers), next(network.parameters())
+        # a kernel that does not serve says so now, and not at the first sample
+        self._latent_step(shape, LatentRows.of([0], 0, 1, like.device), like.dtype)
         for layer in layers:
             layer.expand_kv = self._expansion(layer.expand_kv)
-        first = layers[0]
-        return MlaShape(
-            num_heads=first.num_heads,
-            kv_lora_rank=first.kv_lora_rank,
-            d_nope=first.qk_nope_head_dim,
-            d_rope=first.qk_rope_head_dim,
-            d_v=first.v_head_dim,
-        )
+        return shape
 
     def _expansion(self, expand: Any) -> Any:
         def expand_kv(kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,25 +196,3 @@ class Attention:
             return expanded
 
         return expand_kv
-
-
-def _attend_latent(
-    seam: Seam, module: Any, query: Tensor, kv_c: Tensor, k_pe: Tensor, scale: float, step: Step
-) -> Tensor:
-    """One call for all tokens of the step; columns without a token stay zero."""
-    shape = step.plan.shape
-    queries = query.transpose(1, 2)
-    tensors = {
-        "q": queries[step.current],
-        "kv_c": kv_c.reshape(-1, shape.kv_lora_rank),
-        "k_pe": k_pe.reshape(-1, shape.d_rope),
-        "kv_b_proj": module.kv_b_proj.weight.view(shape.num_heads, shape.d_nope + shape.d_v, shape.kv_lora_rank),
-    }
-
-    def house() -> Tensor:
-        return mla_prefill(*tensors.values(), softmax_scale=scale, plan=step.plan, return_lse=False)[0]
-
-    served = seam.serve(module.layer_idx, tensors | {"softmax_scale": scale} | step.arguments, house)
-    out = query.new_zeros(*queries.shape[:3], shape.d_v)
-    out[step.current] = served
-    return out

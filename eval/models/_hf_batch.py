@@ -130,6 +130,14 @@ def choose(logits: Tensor, answers: Sequence[Answer]) -> list[int]:
     return chosen
 
 
+def trailing(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens behind the prompts of a batch, padded on the right, ``[B, n]``, and 1 where they are, both int64."""
+    longest = max(1, max(map(len, rows)))
+    ids = torch.tensor([list(row) + [PAD] * (longest - len(row)) for row in rows])
+    real = torch.arange(longest) < torch.tensor([len(row) for row in rows])[:, None]
+    return ids.to(device), real.long().to(device)
+
+
 def next_log_probabilities(logits: Tensor, following: Tensor) -> Tensor:
     """Of the tokens that follow, natural; ``[B, n, vocabulary]`` and ``[B, n]`` to ``[B, n]``, float32."""
     # row by row: a float32 copy of all logits is the largest tensor of a pass

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..extras import require
 from ._hf_attention import Attention
-from ._hf_batch import Answer, PaddedBatch, choose, next_log_probabilities
+from ._hf_batch import Answer, PaddedBatch, choose, next_log_probabilities, trailing
 from .interface import ERROR, Failure, Generated, GenerateRequest, OutOfMemoryError, Scored, ScoreRequest
 from .tokenizers import HubTokenizer
 
@@ -49,7 +49,8 @@ class HfModel:
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Scored | Failure]:
         """All at once."""
-        return self._answer(requests, lambda one: len(one.target_ids), self._score)
+        ask = self._score if self._attention.selection is None else self._score_selected
+        return self._answer(requests, lambda one: len(one.target_ids), ask)
 
     def _answer(
         self, requests: Sequence[Request], behind: Callable[[Request], int], ask: Callable[[list[Request]], list[Any]]
@@ -79,8 +80,9 @@ class HfModel:
         for _, _, logits in self._prefill(batch, cache, keep=1):
             last = logits[:, -1]
         chosen = choose(last, answers)
-        mask, positions = batch.mask, batch.positions[:, -1:]
+        mask, positions = self._keep_selected(batch, cache), batch.positions[:, -1:]
         while not all(answer.reason for answer in answers):
+            # positions count the tokens that were read, whatever is left of them in the cache
             mask, positions = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1), positions + 1
             ids = torch.tensor(chosen, device=mask.device)[:, None]
             self._attention.begin_decode()
@@ -93,20 +95,57 @@ class HfModel:
         return [answer.outcome(calls) for answer, calls in zip(answers, batch.calls, strict=True)]
 
     def _score(self, requests: list[ScoreRequest]) -> list[Scored | Failure]:
+        """All tokens of a request are read as one prompt."""
         batch = PaddedBatch.of([one.prompt_ids + one.target_ids for one in requests], self._like.device)
-        parts = []
-        for start, stop, logits in self._prefill(batch, self._new_cache(), keep=0):
-            following = batch.ids[:, start + 1 : stop + 1]
-            parts.append(next_log_probabilities(logits[:, : following.shape[1]], following))
-        rows = torch.cat(parts, dim=1).tolist()
+        shares, _ = self._shares(batch, self._new_cache())
         found: list[Scored | Failure] = []
-        for one, row, pad, calls in zip(requests, rows, batch.pads, batch.calls, strict=True):
+        for one, row, pad, calls in zip(requests, shares.tolist(), batch.pads, batch.calls, strict=True):
             values, at = row[pad:], len(one.prompt_ids) - 1
             found.append(Scored(prompt=tuple(values[:at]), target=tuple(values[at:]), kernel_calls=dict(calls)))
         return found
 
+    def _score_selected(self, requests: list[ScoreRequest]) -> list[Scored | Failure]:
+        """The prompt is read, what is selected of it stays, and the target is decoded from that, all at once."""
+        batch = PaddedBatch.of([one.prompt_ids for one in requests], self._like.device)
+        cache = self._new_cache()
+        shares, last = self._shares(batch, cache)
+        mask = self._keep_selected(batch, cache)
+        ids, real = trailing([one.target_ids for one in requests], self._like.device)
+        parts = [next_log_probabilities(last[:, None], ids[:, :1])]
+        if ids.shape[1] > 1:
+            self._attention.begin_decode()
+            positions = batch.positions[:, -1:] + torch.arange(1, ids.shape[1], device=ids.device)
+            logits = self._forward(ids[:, :-1], torch.cat([mask, real[:, :-1]], dim=1), positions, cache, keep=0)
+            parts.append(next_log_probabilities(logits, ids[:, 1:]))
+            calls = self._attention.take()
+            for one, mine in zip(requests, batch.calls, strict=True):
+                if len(one.target_ids) > 1:
+                    mine.update(calls)
+        targets = torch.cat(parts, dim=1).tolist()
+        rows = zip(requests, shares.tolist(), targets, batch.pads, batch.calls, strict=True)
+        return [
+            Scored(prompt=tuple(row[pad:]), target=tuple(behind[: len(one.target_ids)]), kernel_calls=dict(calls))
+            for one, row, behind, pad, calls in rows
+        ]
+
+    def _shares(self, batch: PaddedBatch, cache: Any) -> tuple[Tensor, Tensor]:
+        """Read a batch; log-probabilities of its tokens but the first, ``[B, S - 1]``, and logits behind the last."""
+        parts = []
+        for start, stop, logits in self._prefill(batch, cache, keep=0):
+            following = batch.ids[:, start + 1 : stop + 1]
+            parts.append(next_log_probabilities(logits[:, : following.shape[1]], following))
+            last = logits[:, -1]
+        return torch.cat(parts, dim=1), last
+
+    def _keep_selected(self, batch: PaddedBatch, cache: Any) -> Tensor:
+        """Leave in the cache what is selected; the mask of what is left."""
+        mask = self._attention.keep_selected(cache, batch.mask)
+        batch.count(self._attention.take(), batch.mask.shape[1])
+        return mask
+
     def _prefill(self, batch: PaddedBatch, cache: Any, *, keep: int) -> Iterator[tuple[int, int, Tensor]]:
         """Read a batch step by step; each step's columns and logits, of the last ``keep`` of them or all for 0."""
+        self._attention.begin_batch(batch.pads, batch.mask.shape[1])
         for start, stop in batch.steps(self._step):
             self._attention.begin_prefill(batch.pads, start, stop, self._like)
             columns = slice(start, stop)

