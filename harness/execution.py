@@ -18,7 +18,7 @@ from .contract import PRECISION_OF_DTYPE, Contract
 from .conventions import Conventions
 from .in_place import completing, is_argument
 from .interpreter import InterpretedBfloat16Error, no_interpreted_bfloat16
-from .layouts import empty_row_gates, prepared, restated
+from .layouts import DESTINATION, empty_row_gates, prepared, restated
 from .metamorphic.gate import MOVES, Rearranged, ask_again
 from .operation import (
     AnyOutline,
@@ -120,7 +120,8 @@ def _execute(
             with phase("kernel", device):
                 run = run or bind(inputs.arguments)
                 answer = run()
-        stop = (_overran(allocations) if allocations else None) or _structure(answer, outline, contract, inputs)
+        stop = (_overran(allocations) if allocations else None) or _strayed(inputs)
+        stop = stop or _structure(answer, outline, contract, inputs)
         if stop is not None:
             return stop
         stop = _handed_out_again(outline, tensors_of(answer), held)
@@ -257,6 +258,15 @@ def _overran(allocations: Allocations) -> Stop | None:
     if allocations.intact():
         return None
     return Stop(verdict=Verdict.WRITE_SCOPE, text="wrote outside the memory that it allocated")
+
+
+def _strayed(inputs: Inputs) -> Stop | None:
+    """G2: whether the buffer was written in whose midst a given tensor lies: other heads, other rows."""
+    destination = inputs.arguments.get(DESTINATION)
+    beside = destination.written_beside() if destination is not None else []
+    if not beside:
+        return None
+    return Stop(verdict=Verdict.WRITE_SCOPE, text=f"wrote beside {', '.join(beside)}, in the buffer around it")
 
 
 def _unwritten(outline: AnyOutline, first: Answer, second: Answer) -> Stop | None:

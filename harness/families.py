@@ -46,14 +46,17 @@ __all__ = [
     "column_constants",
     "key_seen_by_all",
     "latent_values",
+    "moved_logits",
     "nonfinite_dims",
     "one_hot_strength",
+    "query_strength",
     "shared_prefixes",
     "sign_code",
     "token_values",
     "tokens_of",
     "uniform_values",
     "visible_nan",
+    "within_float16",
 ]
 
 EXACT_FAMILIES = ("exact-uniform", "exact-one-hot")
@@ -91,7 +94,7 @@ def attention_values(
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    strength = _strength(softmax_scale, d_qk)
+    strength = query_strength(softmax_scale, d_qk)
     q, k, v = strength * normal(queries, num_heads, d_qk), normal(keys, num_kv_heads, d_qk), None
     if family == "exact-uniform":
         v = uniform_values(keys, num_kv_heads * d_v, generator).unflatten(1, (num_kv_heads, d_v))
@@ -101,19 +104,19 @@ def attention_values(
         code = one_hot_strength(d_qk, bits, softmax_scale) * sign_code(tokens.targets.clamp(min=0), d_qk, bits)
         k = sign_code(torch.arange(keys), d_qk, bits)[:, None].repeat(1, num_kv_heads, 1)
         return (
-            _within_float16(code[:, None].repeat(1, num_heads, 1), softmax_scale),
+            within_float16(code[:, None].repeat(1, num_heads, 1), softmax_scale),
             k,
             token_values(keys, num_kv_heads * d_v, bits).view_as(torch.empty(keys, num_kv_heads, d_v)),
         )
     if family in ("constant-v", "ramp-v"):
         constants = column_constants((num_kv_heads, d_v), generator)
         slope = tokens.ramp[:, None, None] if family == "ramp-v" else 1.0
-        return _within_float16(q, softmax_scale), k, slope * constants + NOISE * normal(keys, num_kv_heads, d_v)
+        return within_float16(q, softmax_scale), k, slope * constants + NOISE * normal(keys, num_kv_heads, d_v)
     v = normal(keys, num_kv_heads, d_v)
     if family == "peaked":
         q *= 8
     elif family in MOVED_FAMILIES:
-        q[..., 0], key = _moved_logits(family, num_heads, keys, softmax_scale, generator)
+        q[..., 0], key = moved_logits(family, num_heads, keys, softmax_scale, generator)
         k[..., 0] = key[:, None]
     elif family == "leverage":
         k = k[torch.minimum(torch.arange(keys), tokens.twins)]
@@ -121,10 +124,10 @@ def attention_values(
         q, v[..., ::2] = q + _pull(own, tokens, softmax_scale), 1 + v[..., ::2].abs()
     elif family not in ("diffuse", "visible-nan", "nonfinite-v"):
         raise _unknown(family)
-    return _within_float16(q, softmax_scale), k, v
+    return within_float16(q, softmax_scale), k, v
 
 
-def _strength(softmax_scale: float, width: int) -> float:
+def query_strength(softmax_scale: float, width: int) -> float:
     """Deviation of queries that gives logits of unit variance whatever the scale: an ignored argument shows.
 
     Raises:
@@ -135,7 +138,7 @@ def _strength(softmax_scale: float, width: int) -> float:
     return 1 / (softmax_scale * math.sqrt(width))
 
 
-def _within_float16(q: Tensor, softmax_scale: float) -> Tensor:
+def within_float16(q: Tensor, softmax_scale: float) -> Tensor:
     """The queries, which float16 must hold as well, so that a case is the same in every dtype.
 
     Raises:
@@ -146,7 +149,7 @@ def _within_float16(q: Tensor, softmax_scale: float) -> Tensor:
     return q
 
 
-def _moved_logits(
+def moved_logits(
     family: str, num_heads: int, keys: int, softmax_scale: float, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Two factors of which one dimension of a logit is the product: ``[H]`` of each query head, ``[S]`` of each key."""
@@ -213,7 +216,7 @@ def latent_values(
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    strength = _strength(softmax_scale, d_qk)
+    strength = query_strength(softmax_scale, d_qk)
     if family in EXACT_FAMILIES:
         if not torch.equal(tokens.shared, torch.arange(keys)):
             raise ValueError(f"layout must not share slots in {family}, whose values name their token")
@@ -234,7 +237,7 @@ def latent_values(
     elif family == "peaked":
         q *= 8
     elif family in MOVED_FAMILIES:
-        q[..., -1 if d_rope else 0], key = _moved_logits(family, num_heads, keys, softmax_scale, generator)
+        q[..., -1 if d_rope else 0], key = moved_logits(family, num_heads, keys, softmax_scale, generator)
         if d_rope:
             k_pe[:, -1] = key
         else:
@@ -258,7 +261,7 @@ def latent_values(
         latent, rope = _at(kv_c, tokens.targets), _at(k_pe, tokens.targets)[:, None].expand(-1, num_heads, -1)
         own = torch.cat([torch.einsum("tr,hdr->thd", latent, w_uk), rope], dim=-1)
         q = q + _pull(own, tokens, softmax_scale)
-    return _within_float16(q, softmax_scale), kv_c, k_pe, torch.cat([w_uk, w_uv], dim=1)
+    return within_float16(q, softmax_scale), kv_c, k_pe, torch.cat([w_uk, w_uv], dim=1)
 
 
 def _exact_latent_values(
@@ -289,7 +292,7 @@ def _exact_latent_values(
         strength = one_hot_strength(d_nope, bits, softmax_scale)
         target = tokens.targets.clamp(min=0)
         q = strength * torch.cat([sign_code(target, d_nope, bits), sign_code(target, d_rope, bits)], dim=1)
-        q = _within_float16(q[:, None].repeat(1, num_heads, 1), softmax_scale)
+        q = within_float16(q[:, None].repeat(1, num_heads, 1), softmax_scale)
     weights = torch.zeros(num_heads, d_nope + d_v, kv_lora_rank)
     weights[:, torch.arange(d_nope + d_v), torch.cat([key_channels, value_channels])] = 1.0
     return q, kv_c, sign_code(torch.arange(keys), d_rope, bits), weights

@@ -7,7 +7,7 @@ is restated. Whatever is not exactly the declared value stays as it is, for the 
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from .case import Case
 from .contract import PRECISION_OF_DTYPE, Contract
 from .conventions import LATENT_CACHES, PACKED_CACHES, Conventions
 from .operation import AnyOutline, AttentionOutline, Inputs, Kernel, Result, Rows
-from .poison import Ledger
+from .poison import Ledger, surround, surroundings_intact
 from .record import GateResult, Location
 
 DESTINATION = "destination"
@@ -170,17 +170,33 @@ class Destination:
         shapes: In the kernel's own layout.
         dtypes: Of its contract.
         device: Where.
+        within: Size of the buffer in whose midst a tensor lies, of those that are not alone.
+        lent: The last such buffers with the tensors in them.
     """
 
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
     device: torch.device
+    within: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    lent: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def allocate(self) -> dict[str, Tensor]:
         """The tensors, uninitialised: poisoned and guarded inside the judge's block."""
-        return {
-            name: torch.empty(shape, dtype=self.dtypes[name], device=self.device) for name, shape in self.shapes.items()
-        }
+        tensors = {}
+        for name, shape in self.shapes.items():
+            size = self.within.get(name, shape)
+            whole = torch.empty(size, dtype=self.dtypes[name], device=self.device)
+            tensors[name] = whole[
+                tuple(slice((w - s) // 2, (w - s) // 2 + s) for w, s in zip(size, shape, strict=True))
+            ]
+            if name in self.within:
+                surround(whole, tensors[name])
+                self.lent[name] = whole, tensors[name]
+        return tensors
+
+    def written_beside(self) -> list[str]:
+        """Names of tensors beside which the buffer that they lie in was written."""
+        return [name for name, (whole, inner) in self.lent.items() if not surroundings_intact(whole, inner)]
 
 
 def _destination(
@@ -192,7 +208,8 @@ def _destination(
     # what is written in place has been given already
     shapes = {name: shape for name, shape in shapes.items() if name not in outline.in_place}
     dtypes = {result.name: result_dtype(result, contract) for result in outline.results if result.name in shapes}
-    return Destination(shapes=shapes, dtypes=dtypes, device=device)
+    within = {result.name: result.within for result in outline.results if result.within is not None}
+    return Destination(shapes=shapes, dtypes=dtypes, device=device, within=within)
 
 
 def result_dtype(result: Result, contract: Contract) -> torch.dtype:

@@ -75,6 +75,21 @@ class Ledger:
                 buffer.copy_(self.copies[name])
 
 
+def surround(whole: Tensor, inner: Tensor) -> None:
+    """Fill a buffer with a guard around a view of it, whose own elements stay."""
+    own = inner.clone()
+    whole.fill_(_guard_fill(whole))
+    inner.copy_(own)
+
+
+def surroundings_intact(whole: Tensor, inner: Tensor) -> bool:
+    """Whether the guard around the view is as it was."""
+    rest = whole.clone()
+    offset = inner.storage_offset() - whole.storage_offset()
+    rest.as_strided(inner.size(), inner.stride(), offset).fill_(_guard_fill(rest))
+    return same_bits(rest, torch.full_like(rest, _guard_fill(rest)))
+
+
 def left_as(tensor: Tensor, fill: float) -> Tensor:
     """Which elements hold what their memory was poisoned with by ``poisoned_allocations(fill)``."""
     if _has_nan(tensor):
