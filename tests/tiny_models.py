@@ -16,7 +16,6 @@ TARGETS = [(8, 9, 7), (8, 2), (9, 8, 8, 7)]
 
 def save_llama(path: Path, **sizes: Any) -> Path:
     """Large enough that its answers differ, with a tokenizer of letters."""
-    import tokenizers
     import transformers
 
     config = transformers.LlamaConfig(
@@ -30,11 +29,19 @@ def save_llama(path: Path, **sizes: Any) -> Path:
     )  # fmt: skip
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(path)
+    save_tokenizer(path)
+    return path
+
+
+def save_tokenizer(path: Path) -> None:
+    """One token a letter."""
+    import tokenizers
+    import transformers
+
     vocabulary = {letter: at for at, letter in enumerate(LETTERS)} | {"<end>": END}
     letters = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
     letters.decoder = tokenizers.decoders.Fuse()
     transformers.PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="<end>").save_pretrained(path)
-    return path
 
 
 def made(folder: Path, **options: str) -> Any:

@@ -30,6 +30,7 @@ ATTENTION, MLA_PREFILL = "attention", "mla_prefill"
 LATENT = (MLA_PREFILL, *TOPK_KERNELS)
 KERNELS = (*PLAIN, ATTENTION, *LATENT)
 PREFILL, SELECT, DECODE = "prefill", "select", "decode"
+KDA = "kda"
 
 _numbers = itertools.count()
 
@@ -139,6 +140,10 @@ class Attention:
     def begin_decode(self) -> None:
         """One token of each row comes next, or a few that are known."""
         self._stage, self._step = DECODE, None
+
+    def note_kda(self, kernel: str) -> None:
+        """Count a call that served a layer of another kind, in a stage of its own beside that of the attention."""
+        self._calls[f"{KDA}_{self._stage}/{kernel}"] += 1
 
     def take(self) -> Counter[str]:
         """Calls since the last time, by ``stage/kernel``."""

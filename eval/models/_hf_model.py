@@ -4,6 +4,7 @@ Part of ``hf.py``; made there.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from ..extras import require
 from ._hf_attention import Attention
 from ._hf_batch import Answer, PaddedBatch, choose, next_log_probabilities, trailing
+from ._hf_kda import DeltaRule
 from .interface import ERROR, Failure, Generated, GenerateRequest, OutOfMemoryError, Scored, ScoreRequest
 from .tokenizers import HubTokenizer
 
@@ -28,13 +30,30 @@ class HfModel:
     """
 
     def __init__(
-        self, network: Any, tokenizer: HubTokenizer, attention: Attention, described: dict[str, Any], *, step: int
+        self,
+        network: Any,
+        tokenizer: HubTokenizer,
+        attention: Attention,
+        described: dict[str, Any],
+        *,
+        step: int,
+        delta: DeltaRule | None = None,
     ) -> None:
-        """Take what ``load`` made; ``step`` is the most tokens of a prompt that are read at once, 0 for all."""
+        """Take what ``load`` made.
+
+        Args:
+            network: The model.
+            tokenizer: Its tokenizer.
+            attention: Serves its attention.
+            described: All that its answers depend on.
+            step: Most tokens of a prompt that are read at once, 0 for all.
+            delta: Serves its linear layers; they serve themselves without.
+        """
         self.tokenizer = tokenizer
         self.context_length = int(network.config.max_position_embeddings)
         self.seam = attention.seam
-        self._network, self._attention, self._described, self._step = network, attention, described, step
+        self._network, self._attention, self._delta = network, attention, delta
+        self._described, self._step = described, step
         ends = network.generation_config.eos_token_id
         self._ends = frozenset([ends] if isinstance(ends, int) else ends or ())
         self._like = next(network.parameters())
@@ -156,7 +175,7 @@ class HfModel:
             yield start, stop, logits
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, *, keep: int) -> Tensor:
-        with torch.inference_mode():
+        with torch.inference_mode(), self._delta.serving() if self._delta else nullcontext():
             logits: Tensor = self._network(
                 input_ids=ids,
                 attention_mask=mask,

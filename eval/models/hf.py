@@ -13,6 +13,7 @@ import torch
 
 from ..extras import require
 from ._hf_attention import MLA_PREFILL, PLAIN, Attention
+from ._hf_kda import DeltaRule
 from ._hf_model import HfModel
 from ._hf_options import count, read_rules
 from ._hf_weights import SMOLLM2, Weights, digest, find_smollm2, load_network
@@ -42,6 +43,7 @@ def load(
     window: str = "",
     pool: str = "",
     topk: str = "",
+    kda: str = "",
     dtype: str = "float32",
     device: str = "cpu",
     download: str = "no",
@@ -70,6 +72,8 @@ def load(
         window: Last tokens of a prompt that are observed, with ``snapkv``; 32 if not given.
         pool: Neighbours whose highest score counts, with ``snapkv``; 5 if not given.
         topk: Tokens with the highest exact scores that a query looks at, with ``masked_mha`` and ``sparse_mla``.
+        kda: What serves the linear layers of Kimi's form: an implementation of ``kda``, or ``auto``; the model itself
+            if not given.
         dtype: Of weights and activations.
         device: Such as ``cpu`` or ``cuda``.
         download: ``yes`` lets the hub be asked for what is not here.
@@ -125,7 +129,10 @@ def load(
     if attention == MLA_PREFILL:
         described |= {"chunk": width}
     described |= {name: asdict(one) for name, one in (("selection", kept), ("topk", rule)) if one is not None}
-    return HfModel(network, tokenizer, used, described, step=size)
+    if kda:
+        described |= {"kda": kda}
+    delta = DeltaRule(network, kda, used.note_kda) if kda else None
+    return HfModel(network, tokenizer, used, described, step=size, delta=delta)
 
 
 def _frequencies(model: str, text: str) -> int | None:
