@@ -25,7 +25,6 @@ WITHOUT: dict[str, str] = {
     "harness/operations/kda.py": "not judged yet",
     "harness/operations/kda_step.py": "not judged yet",
     "harness/operations/masked_mha.py": "not judged yet",
-    "harness/operations/indexer.py": "not judged yet",
 }
 
 
