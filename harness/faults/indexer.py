@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from . import NotApplicable, _indexes_lists, _indexes_scores, named
+from . import NotApplicable, _indexes_lists, _indexes_places, _indexes_scores, named
 
-PARTS = (_indexes_scores, _indexes_lists)
+PARTS = (_indexes_scores, _indexes_lists, _indexes_places)
 
 NOT_APPLICABLE: tuple[NotApplicable, ...] = ()
 
