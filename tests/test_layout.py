@@ -24,7 +24,6 @@ LONGEST_FILE = 400
 WITHOUT: dict[str, str] = {
     "harness/operations/kda.py": "not judged yet",
     "harness/operations/kda_step.py": "not judged yet",
-    "harness/operations/masked_mha.py": "not judged yet",
 }
 
 

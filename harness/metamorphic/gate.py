@@ -33,12 +33,13 @@ from ..operation import AttentionOperation, Inputs, Kernel
 from ..phases import phase
 from ..poison import poisoned_allocations, same_bits
 from ..record import GateResult, Location
-from . import attention, mla_prefill
+from . import attention, masked_mha, mla_prefill
 from .moves import Moves, Part
 from .relations import RELATIONS, Question, Scene, scaled_back
 
 MOVES: dict[str, Moves] = {
     "attention": attention.MOVES,
+    "masked_mha": masked_mha.MOVES,
     "mla_prefill": mla_prefill.MOVES,
 }
 # elements [rows, keys, dims] of a rearranged case that the oracle answers for; above it rows are sampled
