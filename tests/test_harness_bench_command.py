@@ -178,7 +178,7 @@ def test_shapes_are_chosen_by_operation_and_name() -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"ops": ("kda",)}, "an operation must be one of attention, mla_prefill"),
+        ({"ops": ("conv",)}, "an operation must be one of attention, mla_prefill"),
         ({"shape": ("small",)}, "--shape must be one of deepseek-v3-tp8-8k"),
         ({"shape": ("deepseek-v3-4k",), "ops": ("mla_prefill",)}, "there must be a shape of mla_prefill, got none"),
         ({"kernels": ("torch",)}, "--kernel needs the shapes of exactly one operation, got attention, mla_prefill"),

@@ -219,7 +219,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "cut description": (lambda folder: (folder / "a-layer0.json").write_text("{"), "a-layer0.json", "readable JSON"),
     "other version": (altered(capture_version=2), "a-layer0.json", "capture_version must be 1, got 2"),
     "other operation": (altered(op="attention"), "a-layer0.json", "attention must have the tensors q, k, v"),
-    "unknown operation": (altered(op=["kda"]), "a-layer0.json", "op must be one of attention, mla_prefill"),
+    "unknown operation": (altered(op=["conv"]), "a-layer0.json", "op must be one of attention, mla_prefill"),
     "a file elsewhere": (altered(tensors="../x.safetensors"), "a-layer0.json", "tensors must be a-layer0.safetensors"),
     "no number": (altered(numbers={"softmax_scale": 1.0}), "a-layer0.json", "must have the numbers"),
     "no table": (altered(numbers=3), "a-layer0.json", "numbers must be a table"),

@@ -152,9 +152,9 @@ def test_one_case_is_judged_by_the_end_of_its_id() -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "op": (
-        {"op": "kda"},
+        {"op": "conv"},
         ValueError,
-        "an operation must be one of attention, mla_prefill, token_scores, token_selection, got 'kda'",
+        f"an operation must be one of {', '.join(operations.NAMES)}, got 'conv'",
     ),
     "tier": ({"tier": "huge"}, ValueError, "tier must be one of .*, got 'huge'"),
     "device": ({"device": "gpu"}, ValueError, "must be auto, cpu, cuda or cuda:N, got 'gpu'"),

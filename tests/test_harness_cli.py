@@ -211,8 +211,8 @@ def test_a_kernel_file_that_exits_does_not_end_the_run_well(kernels: Path) -> No
 
 USAGE = {
     "operation": (
-        ["kda"],
-        "an operation must be one of attention, mla_prefill, token_scores, token_selection, got 'kda'",
+        ["conv"],
+        f"an operation must be one of {', '.join(operations.NAMES)}, got 'conv'",
     ),
     "tier": (["--tier", "weekly"], "--tier must be one of smoke, full, nightly, got 'weekly'"),
     "dtype": (["--dtype", "float64"], "--dtype must be one of float32, float16, bfloat16, got 'float64'"),

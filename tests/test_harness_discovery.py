@@ -216,9 +216,9 @@ def test_an_operation_is_loaded_by_its_name() -> None:
         ),
         ("acme_alias", "must be called as its operation, got 'acme_attention'"),
         (
-            "kda",
-            "an operation must be one of attention, mla_prefill, token_scores, token_selection, acme_alias, "
-            "acme_attention, acme_old, got 'kda'",
+            "conv",
+            f"an operation must be one of {', '.join(operations.NAMES)}, acme_alias, acme_attention, acme_old, "
+            "got 'conv'",
         ),
     ],
 )

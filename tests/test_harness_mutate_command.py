@@ -123,8 +123,6 @@ def test_a_rejected_variant_is_named_and_fails_the_run(two_cases: list[Any], mon
 
 
 def test_usage() -> None:
-    with pytest.raises(
-        UsageError, match="an operation must be one of attention, mla_prefill, token_scores, token_selection, got 'kda'"
-    ):
-        run_mutate(MutateOptions(ops=("kda",)), Console())
-    assert CliRunner().invoke(app, ["mutate", "kda"]).exit_code == 2
+    with pytest.raises(UsageError, match=f"an operation must be one of {', '.join(operations.NAMES)}, got 'conv'"):
+        run_mutate(MutateOptions(ops=("conv",)), Console())
+    assert CliRunner().invoke(app, ["mutate", "conv"]).exit_code == 2

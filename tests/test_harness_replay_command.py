@@ -172,9 +172,9 @@ def test_what_cannot_be_read_or_found_is_a_usage_error(kernels: Path, tmp_path: 
     with pytest.raises(UsageError, match="must name an existing file"):
         replay(path)
     content = json.loads(path.read_text())
-    case = {name: value for name, value in content["case"].items() if name != "id"} | {"op": "kda"}
+    case = {name: value for name, value in content["case"].items() if name != "id"} | {"op": "conv"}
     path.write_text(json.dumps(content | {"case": case}))
-    with pytest.raises(UsageError, match=r"an operation must be one of .*, got 'kda'"):
+    with pytest.raises(UsageError, match=r"an operation must be one of .*, got 'conv'"):
         replay(path)
 
 

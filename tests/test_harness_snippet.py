@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 from builders import CPU, attention_case, mla_case, operation_of
 
+from assay.harness import operations
 from assay.harness.case import Case
 from assay.harness.kernels import find_kernels
 from assay.harness.operation import Operation
@@ -170,6 +171,6 @@ def test_only_oracles_of_the_house_are_called() -> None:
     foreign: Any = SimpleNamespace(name="my_op")
     with pytest.raises(
         NotImplementedError,
-        match="needs one of the oracles of attention, mla_prefill, token_scores, token_selection, got 'my_op'",
+        match=f"needs one of the oracles of {', '.join(operations.NAMES)}, got 'my_op'",
     ):
         snippet(cast(Operation, foreign), mla_case(), "kernels.py:mine")
