@@ -10,26 +10,39 @@ widths are in use and differ (``Dn`` 32, ``Dr`` 96, ``Dv`` 64, ``R`` 288), ``W_U
 ``softmax_scale`` is that of the original layer, not ``(Dn + Dr) ** -0.5``. The price is that the slow phases are gone:
 the script measures it, and runs the lossless variant beside it as a check of the conversion.
 
+``assay eval capture`` records any layers of any model as they run; this is the one file that ships with the judge,
+whose rule must not change.
+
 The rule: the layer in which the heads differ most in their sink mass, and of it the weakest head and each KV group's
 strongest. The sink mass of a head is its mean weight on the first token over the queries of the second half.
 """
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from safetensors.torch import save
 from torch import Tensor
 
-from ..reference.attention import masked_logits, softmax_with_lse
-from ..reference.mla_prefill import expand_latent, mla_prefill
+from ..reference.attention import masked_logits
+from ..reference.mla_prefill import expand_latent
+from .exit_code import ExitCode
 from .extras import require
-from .mla_conversion import GqaWeights, MlaWeights, convert_to_mla, gqa_inputs, mla_inputs
+from .llama_layers import (
+    Recording,
+    gqa_attention,
+    layer_weights,
+    load_model,
+    logits_with,
+    mla_attention,
+    record,
+)
+from .mla_conversion import GqaWeights, MlaWeights, convert_to_mla, mla_inputs
 
 # raised whenever the same model and text would give another file
 SCRIPT_VERSION = 1
@@ -39,110 +52,12 @@ QUESTIONS = 8
 MODEL_TOLERANCE = 1e-4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
-    """What one forward pass showed of the attention layers.
-
-    Attributes:
-        hidden: Per layer ``[T, E]``, float64, the input of the projections.
-        attended: Per layer ``[T, H, D]``, float64, the heads' outputs.
-        logits: ``[T, vocabulary]``, float64.
-    """
-
-    hidden: list[Tensor]
-    attended: list[Tensor]
-    logits: Tensor
-
-
-def load_model(path: Path) -> tuple[Any, Any]:
-    """Load tokenizer and model from a GGUF file, weights dequantised to float32; nothing is downloaded."""
-    transformers = require("transformers", extra="model")
-    for module in ("tokenizers", "gguf", "accelerate"):
-        require(module, extra="model")
-    source = {"gguf_file": path.name, "local_files_only": True}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **source)
-    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **source)
-    return tokenizer, model.eval()
-
-
 def gsm8k_text(path: Path) -> str:
     """The first questions of a GSM8K file with their answers, as one text."""
     datasets = require("datasets", extra="eval")
     rows = datasets.Dataset.from_json(str(path), keep_in_memory=True)
     rows = rows.select(range(min(QUESTIONS, len(rows))))
     return "\n\n".join(f"Question: {row['question']}\nAnswer: {row['answer']}" for row in rows)
-
-
-def layer_weights(model: Any, layer: int) -> GqaWeights:
-    """The attention projections of one layer, float64.
-
-    Raises:
-        NotImplementedError: If the model is not of the Llama form: plain RoPE, no bias.
-    """
-    config, attention = model.config, model.model.layers[layer].self_attn
-    if model.model.rotary_emb.rope_type != "default":
-        raise NotImplementedError(f"rope_type must be 'default', got {model.model.rotary_emb.rope_type!r}")
-    if config.attention_bias:
-        raise NotImplementedError("attention_bias must be false, got true")
-    return GqaWeights(
-        q_proj=attention.q_proj.weight.detach().double(),
-        k_proj=attention.k_proj.weight.detach().double(),
-        v_proj=attention.v_proj.weight.detach().double(),
-        inv_freq=model.model.rotary_emb.inv_freq.double(),
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-    )
-
-
-def record(model: Any, token_ids: Tensor) -> Recording:
-    """Run the model over ``token_ids`` ``[T]`` and keep what goes into and comes out of each attention."""
-    hidden: list[Tensor] = []
-    attended: list[Tensor] = []
-    with ExitStack() as stack, torch.no_grad():
-        for layer in model.model.layers:
-            for module, kept in ((layer.self_attn.q_proj, hidden), (layer.self_attn.o_proj, attended)):
-                hook = module.register_forward_pre_hook(lambda _, args, kept=kept: kept.append(args[0][0].double()))
-                stack.callback(hook.remove)
-        logits = model(token_ids[None]).logits[0].double()
-    shape = (len(token_ids), model.config.num_attention_heads, -1)
-    return Recording(hidden=hidden, attended=[out.view(shape) for out in attended], logits=logits)
-
-
-def logits_with(model: Any, token_ids: Tensor, layer: int, attended: Tensor) -> Tensor:
-    """Logits ``[T, vocabulary]`` of the model with the heads' outputs ``[T, H, D]`` of one layer replaced."""
-
-    def replace(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor]:
-        return (attended.flatten(1)[None].to(args[0].dtype),)
-
-    with ExitStack() as stack, torch.no_grad():
-        stack.callback(model.model.layers[layer].self_attn.o_proj.register_forward_pre_hook(replace).remove)
-        logits: Tensor = model(token_ids[None]).logits[0].double()
-    return logits
-
-
-def gqa_attention(gqa: GqaWeights, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """The original layer over one prompt: causal logits ``[T, H, T]`` and outputs ``[T, H, D]``."""
-    q, k, v = gqa_inputs(gqa, hidden)
-    logits = masked_logits(q, k, torch.arange(q.shape[0]), softmax_scale=gqa.softmax_scale)
-    return logits, softmax_with_lse(logits, v)[0]
-
-
-def mla_attention(mla: MlaWeights, hidden: Tensor) -> Tensor:
-    """The converted layer over one prompt, by the oracle of ``mla_prefill``: ``[T, H, Dv]``."""
-    q, kv_c, k_pe = mla_inputs(mla, hidden)
-    tokens = q.shape[0]
-    out, _ = mla_prefill(
-        q,
-        kv_c,
-        k_pe,
-        mla.kv_b_proj,
-        softmax_scale=mla.softmax_scale,
-        cu_seqlens=torch.tensor([0, tokens]),
-        slot_table=torch.arange(tokens)[None],
-        request_rows=torch.tensor([0]),
-        context_lens=torch.tensor([tokens]),
-    )
-    return out
 
 
 def sink_mass(logits: Tensor) -> Tensor:
@@ -325,9 +240,43 @@ def capture_file(
     echo(f"wrote {out}")
 
 
+def command(
+    model: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="GGUF file of a Llama-style model.")],
+    model_source: Annotated[str, typer.Option(help="Name, origin and licence of the model, for the metadata.")],
+    text_source: Annotated[str, typer.Option(help="Name, origin and licence of the text, for the metadata.")],
+    out: Annotated[Path, typer.Option(dir_okay=False, help="The safetensors file to write.")],
+    gsm8k: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Text: the first questions of this GSM8K file.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Text: this file, UTF-8.")] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Length of the prompt.")] = 384,
+    rope_frequencies: Annotated[int, typer.Option(min=0, help="How many frequencies keep RoPE, fastest first.")] = 16,
+) -> None:
+    """Store real inputs of mla_prefill: activations of a model converted to latent attention.
+
+    Needs the extra `model`, and `eval` with --gsm8k. Nothing is downloaded.
+    """
+    try:
+        if gsm8k is not None and text is None:
+            content = gsm8k_text(gsm8k)
+        elif text is not None and gsm8k is None:
+            content = text.read_text(encoding="utf-8")
+        else:
+            raise ValueError("exactly one of --gsm8k and --text must be given")
+        capture_file(
+            model=model,
+            model_source=model_source,
+            text=content,
+            text_source=text_source,
+            out=out,
+            tokens=tokens,
+            rope_frequencies=rope_frequencies,
+            echo=typer.echo,
+        )
+    except (ModuleNotFoundError, NotImplementedError, ValueError) as error:
+        typer.echo(f"capture: {error}", err=True)
+        sys.exit(ExitCode.USAGE)
+
+
 if __name__ == "__main__":
-    import typer
-
-    from .cli import capture_command
-
-    typer.run(capture_command)
+    typer.run(command)

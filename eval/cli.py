@@ -169,43 +169,52 @@ def tasks() -> None:
             typer.echo(f"{task.name:32} {task.family:12} {task.scored_by:18} {count}, {task.max_new_tokens} new tokens")
 
 
-@app.command("capture")
-def capture_command(
-    model: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="GGUF file of a Llama-style model.")],
-    model_source: Annotated[str, typer.Option(help="Name, origin and licence of the model, for the metadata.")],
-    text_source: Annotated[str, typer.Option(help="Name, origin and licence of the text, for the metadata.")],
-    out: Annotated[Path, typer.Option(dir_okay=False, help="The safetensors file to write.")],
-    gsm8k: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Text: the first questions of this GSM8K file.")
+@app.command()
+def capture(
+    model: Annotated[str, typer.Option(help="Name of a model, or module:function or file.py:function.")],
+    task: Annotated[str, typer.Option(help="Whose prompts are read; see `assay eval tasks`.")],
+    op: Annotated[str, typer.Option(help="mla_prefill or attention.")],
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the calls; new or empty.")],
+    option: Annotated[
+        list[str] | None, typer.Option("--option", "-o", help="name=value for the model; repeatable.")
     ] = None,
-    text: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Text: this file, UTF-8.")] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="Length of the prompt.")] = 384,
-    rope_frequencies: Annotated[int, typer.Option(min=0, help="How many frequencies keep RoPE, fastest first.")] = 16,
+    layers: Annotated[str, typer.Option(help="Such as 0,7,29; four from the first to the last if not given.")] = "",
+    samples: Annotated[int, typer.Option(min=1, help="Prompts, spread over the task's lengths.")] = 8,
+    max_mib: Annotated[int, typer.Option(min=1, help="Size of all calls: each has an equal share.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Longer prompts lose their middle.")] = 2000,
+    seed: Annotated[int, typer.Option(min=0, help="Of the draw of prompts.")] = 0,
+    data: Annotated[
+        Path | None, typer.Option(exists=True, help="Folder of <task>.jsonl, or the official data.zip; else the hub.")
+    ] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Read the hub from its local cache alone.")] = False,
 ) -> None:
-    """Store real inputs of mla_prefill: activations of a model converted to latent attention.
-
-    Needs the extra `model`, and `eval` with --gsm8k. Nothing is downloaded.
-    """
+    """Record real inputs of an operation while a model reads a task; `assay check OP --captured DIR` judges on them."""
     with _usage("capture"):
-        # torch is imported here, so that `assay --help` needs none
-        from . import capture
+        from .recording import RecordingOptions, record_calls
 
-        if gsm8k is not None and text is None:
-            content = capture.gsm8k_text(gsm8k)
-        elif text is not None and gsm8k is None:
-            content = text.read_text(encoding="utf-8")
-        else:
-            raise ValueError("exactly one of --gsm8k and --text must be given")
-        capture.capture_file(
+        options = RecordingOptions(
             model=model,
-            model_source=model_source,
-            text=content,
-            text_source=text_source,
+            model_options=_pairs(option or [], "--option"),
+            task=task,
+            op=op,
             out=out,
-            tokens=tokens,
-            rope_frequencies=rope_frequencies,
-            echo=typer.echo,
+            layers=_numbers(layers),
+            samples=samples,
+            most_bytes=max_mib << 20,
+            max_tokens=max_tokens,
+            seed=seed,
+            data=data,
+            offline=offline,
         )
+        record_calls(options, Console())
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Numbers parted by commas."""
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts):
+        raise ValueError(f"--layers must be numbers parted by commas, each once, got {text!r}")
+    return tuple(int(part) for part in parts)
 
 
 def _pairs(texts: Sequence[str], name: str) -> dict[str, str]:

@@ -114,8 +114,7 @@ class PointerModel:
             tensors = {"q": torch.cat(parts), "kv_c": caches[0], "k_pe": caches[1], "kv_b_proj": weight}
             plan = self._plan(tensors, integers)
             arguments = {**tensors, "softmax_scale": scale, **integers, "history_chunk_size": self._chunk}
-            house = partial(mla_prefill, *tensors.values(), softmax_scale=scale, plan=plan)
-            out = self.seam.serve(layer, arguments, lambda house=house: house()[0])
+            out = self.seam.serve(layer, arguments, partial(_house, *tensors.values(), softmax_scale=scale, plan=plan))
             for row, part in zip(rows, out.split([len(one) for one in parts]), strict=True):
                 outs[row].append(part)
         return [torch.cat(one) for one in outs], len(starts)
@@ -132,6 +131,11 @@ class PointerModel:
         )
         options: dict[str, Any] = {"shape": shape, "dtype": q.dtype, "num_slots": len(kv_c)}
         return plan_mla_prefill(*integers.values(), history_chunk_size=self._chunk, provider="torch", **options)
+
+
+def _house(*tensors: Tensor, softmax_scale: float, plan: MlaPrefillPlan) -> Tensor:
+    out, _ = mla_prefill(*tensors, softmax_scale=softmax_scale, plan=plan)
+    return out
 
 
 def load(**options: Any) -> PointerModel:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from eval_models import SUITE
 from eval_runs import answer, suite_of, write_run
 from typer.testing import CliRunner
@@ -123,17 +124,21 @@ def test_capture_module_is_a_command() -> None:
     assert "activations of a model converted to latent attention" in " ".join(result.stdout.split())
 
 
+COMMAND = typer.Typer(add_completion=False)
+COMMAND.command()(capture.command)
+
+
 def test_capture_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, files: dict[str, Path]) -> None:
     seen: dict[str, Any] = {}
     monkeypatch.setattr(capture, "capture_file", seen.update)
     monkeypatch.setattr(capture, "gsm8k_text", lambda path: f"questions of {path.name}")
     paths = ["--model", str(files["model"]), "--out", str(files["out"])]
-    result = RUNNER.invoke(cli.app, ["capture", *paths, *SOURCES, "--text", str(files["text"]), "--tokens", "7"])
+    result = RUNNER.invoke(COMMAND, [*paths, *SOURCES, "--text", str(files["text"]), "--tokens", "7"])
     assert result.exit_code == 0, result.output
     assert (seen["text"], seen["tokens"], seen["rope_frequencies"]) == ("naïve text", 7, 16)
     assert (seen["model"], seen["out"]) == (files["model"], files["out"])
     assert (seen["model_source"], seen["text_source"]) == ("tiny", "this test")
-    result = RUNNER.invoke(cli.app, ["capture", *paths, *SOURCES, "--gsm8k", str(files["text"])])
+    result = RUNNER.invoke(COMMAND, [*paths, *SOURCES, "--gsm8k", str(files["text"])])
     assert (result.exit_code, seen["text"], seen["tokens"]) == (0, "questions of text.txt", 384)
 
 
@@ -141,14 +146,14 @@ def test_capture_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, files: d
 def test_capture_wants_exactly_one_text(files: dict[str, Path], both: bool) -> None:
     texts = ["--text", str(files["text"]), "--gsm8k", str(files["text"])] if both else []
     paths = ["--model", str(files["model"]), "--out", str(files["out"])]
-    result = RUNNER.invoke(cli.app, ["capture", *paths, *SOURCES, *texts])
+    result = RUNNER.invoke(COMMAND, [*paths, *SOURCES, *texts])
     assert result.exit_code == 2
     assert "exactly one of --gsm8k and --text must be given" in result.stderr
 
 
 def test_capture_wants_a_source_for_model_and_text(files: dict[str, Path]) -> None:
     paths = ["--model", str(files["model"]), "--out", str(files["out"]), "--text", str(files["text"])]
-    result = RUNNER.invoke(cli.app, ["capture", *paths, "--model-source", "tiny"])
+    result = RUNNER.invoke(COMMAND, [*paths, "--model-source", "tiny"])
     assert result.exit_code == 2
     assert "--text-source" in result.stderr
 
@@ -156,7 +161,7 @@ def test_capture_wants_a_source_for_model_and_text(files: dict[str, Path]) -> No
 def test_capture_names_the_extra_that_is_missing(monkeypatch: pytest.MonkeyPatch, files: dict[str, Path]) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     paths = ["--model", str(files["model"]), "--out", str(files["out"]), "--text", str(files["text"])]
-    result = RUNNER.invoke(cli.app, ["capture", *paths, *SOURCES])
+    result = RUNNER.invoke(COMMAND, [*paths, *SOURCES])
     assert result.exit_code == 2
     assert "pip install 'kernel-assay[model]'" in result.stderr
     assert not files["out"].exists()

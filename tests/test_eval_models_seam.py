@@ -46,7 +46,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def batch(pads: list[int], start: int, stop: int) -> tuple[PackedStep, Tensor, Tensor, Tensor]:
+def batch(pads: list[int], start: int, stop: int) -> tuple[PackedStep, tuple[Tensor, Tensor, Tensor]]:
     """A step of a left-padded batch with two key heads; columns without a token hold 1e4."""
     generator = torch.Generator().manual_seed(5)
     query, key, value = (
@@ -56,7 +56,7 @@ def batch(pads: list[int], start: int, stop: int) -> tuple[PackedStep, Tensor, T
     for row, pad in enumerate(pads):
         query[row, :, : max(0, pad - start)], key[row, :, :pad], value[row, :, :pad] = 1e4, 1e4, 1e4
     step = PackedStep.of(pads, start, stop, torch.device("cpu"), "torch")
-    return step, query, key, value
+    return step, (query, key, value)
 
 
 def expected(pads: list[int], start: int, stop: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -74,20 +74,20 @@ def expected(pads: list[int], start: int, stop: int, query: Tensor, key: Tensor,
 @pytest.mark.parametrize(("start", "stop"), [(0, 7), (3, 7), (6, 7)])
 def test_a_step_of_a_padded_batch_is_attention_of_its_own_tokens(start: int, stop: int) -> None:
     pads = [0, 5, 2, 7]
-    step, *tensors = batch(pads, start, stop)
+    step, tensors = batch(pads, start, stop)
     out = step.attend(Seam("attention"), 0, *tensors, scale=0.3)
     torch.testing.assert_close(out, expected(pads, start, stop, *tensors), rtol=0, atol=1e-12)
 
 
 def test_layers_of_one_shape_share_a_plan() -> None:
-    step, *tensors = batch([0, 2], 0, 4)
+    step, tensors = batch([0, 2], 0, 4)
     for layer in range(3):
         step.attend(Seam("attention"), layer, *tensors, scale=0.3)
     assert len(step.plans) == 1
 
 
 def test_a_kernel_of_yours_serves_and_is_told_by_its_file(file: Path) -> None:
-    step, *tensors = batch([0, 2], 0, 4)
+    step, tensors = batch([0, 2], 0, 4)
     house, mine = Seam("attention"), Seam("attention", f"{file}:doubled")
     twice = step.attend(mine, 0, *tensors, scale=0.3)
     torch.testing.assert_close(twice, 2 * step.attend(house, 0, *tensors, scale=0.3), rtol=0, atol=1e-12)
@@ -105,7 +105,7 @@ def test_a_kernel_of_a_module_has_a_digest() -> None:
 
 
 def test_every_call_is_seen_with_the_arguments_of_the_operation() -> None:
-    step, *tensors = batch([0, 2, 4], 1, 4)
+    step, tensors = batch([0, 2, 4], 1, 4)
     seen: list[tuple[int, dict[str, Any]]] = []
     seam = Seam("attention")
     seam.watch = lambda layer, arguments: seen.append((layer, arguments))
@@ -136,7 +136,7 @@ def test_a_name_for_several_kernels_is_refused() -> None:
 
 
 def test_an_answer_of_another_form_is_named(file: Path) -> None:
-    step, *tensors = batch([0, 2], 0, 4)
+    step, tensors = batch([0, 2], 0, 4)
     with pytest.raises(TypeError, match=r"flat must return out \[6, 4, Dv\] and lse, got \(6, 12\)"):
         step.attend(Seam("attention", f"{file}:flat"), 0, *tensors, scale=0.3)
 
@@ -160,7 +160,7 @@ def test_models_take_a_kernel_by_name(file: Path, tmp_path: Path) -> None:
     network = transformers.LlamaForCausalLM(config).eval()
     ids = torch.randint(0, 8, (1, 9), generator=torch.Generator().manual_seed(1))
     plain = network(ids).logits
-    options = {"plain": "eager", "chunk": 4, "provider": "auto"}
+    options: dict[str, Any] = {"plain": "eager", "chunk": 4, "provider": "auto"}
     for own, same in (("exact", True), ("doubled", False)):
         attention = Attention(network, "attention", own_kernel=f"{file}:{own}", **options)
         attention.begin_prefill([0], 0, 9, plain)

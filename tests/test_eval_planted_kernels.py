@@ -83,6 +83,7 @@ def verdict(first: Path, second: Path) -> tuple[int, str, float]:
     """Exit code of ``assay eval compare``, and verdict and difference of its gate, in nats for the worse."""
     result = RUNNER.invoke(cli.app, ["compare", str(first), str(second)])
     (gate,) = compare([read_arm(first), read_arm(second)]).pairs[0].gates
+    assert gate.estimate is not None
     return result.exit_code, gate.verdict, gate.estimate.delta
 
 
@@ -112,14 +113,14 @@ def test_the_right_kernel_computes_what_the_operation_is() -> None:
         row[: len(part)] = part
     shapes = {"q": (sum(queries), 3, 12), "kv_c": (200, 24), "k_pe": (200, 4), "kv_b_proj": (3, 14, 24)}
     tensors = {name: torch.randn(*shape, generator=generator) / 2 for name, shape in shapes.items()}
-    numbers = {
+    numbers: dict[str, Any] = {
         "softmax_scale": 0.7,
         "cu_seqlens": torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()]),
         "slot_table": table,
         "request_rows": torch.arange(3),
         "context_lens": torch.tensor(contexts),
     }
-    expected, _ = mla_prefill(**{name: tensor.double() for name, tensor in tensors.items()}, **numbers)
+    expected, _ = mla_prefill(*(tensor.double() for tensor in tensors.values()), **numbers)
     for name, wrong in (("right", False), ("mask_shifted", True), ("lse_base_two", True), ("stale_block", True)):
         out, _ = getattr(planted_prefills, name)(**tensors, **numbers, history_chunk_size=16)
         difference = float((out - expected).abs().max())

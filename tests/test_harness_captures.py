@@ -190,7 +190,7 @@ def flipped(folder: Path) -> None:
     path.write_bytes(content)
 
 
-def stored(change: Callable[[dict[str, Tensor]], None]) -> Callable[[Path], None]:
+def stored(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
     """Other tensors, with a digest that fits them."""
 
     def alter(folder: Path) -> None:
@@ -212,7 +212,7 @@ def garbage(folder: Path) -> None:
     altered(sha256=hashlib.sha256(b"garbage!" * 4).hexdigest())(folder)
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], None], str, str]] = {
+DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "flipped bit": (flipped, "a-layer0.safetensors", "must have the sha256"),
     "no tensors": (lambda folder: (folder / "a-layer0.safetensors").unlink(), "a-layer0.safetensors", "readable"),
     "no description": (lambda folder: (folder / "a-layer0.json").unlink(), "a-layer0.safetensors", "description"),
