@@ -6,39 +6,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._chunked import State
+from ..answers import Answer
 
 # takes the arguments of an operation and, by name, steps to be changed
-Twin = Callable[..., State]
+Twin = Callable[..., Answer]
 
 
-def unwritten(twin: Twin, arguments: Mapping[str, Any], rows: slice, heads: slice) -> State:
-    """Leave part of both results as the memory came."""
-    out, lse = twin(arguments)
-    lazy_out, lazy_lse = torch.empty_like(out), torch.empty_like(lse)
-    written = torch.ones_like(lse, dtype=torch.bool)
+def unwritten(twin: Twin, arguments: Mapping[str, Any], rows: slice, heads: slice) -> Answer:
+    """Leave part of all results as the memory came."""
+    answer = twin(arguments)
+    lazy = tuple(torch.empty_like(result) for result in answer)
+    written = torch.ones_like(answer[1], dtype=torch.bool)
     written[rows, heads] = False
-    lazy_out[written], lazy_lse[written] = out[written], lse[written]
-    return lazy_out, lazy_lse
+    for mine, result in zip(lazy, answer, strict=True):
+        mine[written] = result[written]
+    return lazy
 
 
-def past_the_end(twin: Twin, arguments: Mapping[str, Any]) -> State:
+def past_the_end(twin: Twin, arguments: Mapping[str, Any]) -> Answer:
     """Store one row more than the output has."""
-    out, lse = twin(arguments)
+    out, *others = twin(arguments)
     mine = torch.empty_like(out)
     mine.copy_(out)
     row = out.shape[1] * out.shape[2]
     torch.as_strided(mine, (row,), (1,), mine.storage_offset() + out.numel()).fill_(1.0)
-    return mine, lse
+    return mine, *others
 
 
-def uninitialised_accumulator(twin: Twin, arguments: Mapping[str, Any]) -> State:
+def uninitialised_accumulator(twin: Twin, arguments: Mapping[str, Any]) -> Answer:
     """Add the result to fresh memory as if it were zero."""
-    out, lse = twin(arguments)
-    return torch.empty_like(out).add_(out), lse
+    out, *others = twin(arguments)
+    return torch.empty_like(out).add_(out), *others
 
 
-def scaled_in_place(twin: Twin, arguments: Mapping[str, Any]) -> State:
+def scaled_in_place(twin: Twin, arguments: Mapping[str, Any]) -> Answer:
     """Fold the scale into the caller's queries."""
     arguments["q"].mul_(arguments["softmax_scale"])
     return twin({**arguments, "softmax_scale": 1.0})
@@ -49,13 +50,13 @@ class Workspace:
 
     def __init__(self) -> None:
         """No call yet."""
-        self._buffers: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+        self._buffers: dict[tuple[Any, ...], Answer] = {}
 
-    def __call__(self, twin: Twin, arguments: Mapping[str, Any]) -> State:
+    def __call__(self, twin: Twin, arguments: Mapping[str, Any]) -> Answer:
         """Compute into the buffer and hand it out."""
         fresh = twin(arguments)
         key = (tuple(fresh[0].shape), fresh[0].dtype, fresh[0].device)
-        mine = self._buffers.setdefault(key, (torch.zeros_like(fresh[0]), torch.zeros_like(fresh[1])))
+        mine = self._buffers.setdefault(key, tuple(torch.zeros_like(result) for result in fresh))
         for buffer, result in zip(mine, fresh, strict=True):
             buffer.copy_(result)
         return mine
@@ -67,16 +68,15 @@ class Memo:
     def __init__(self) -> None:
         """No call yet."""
         self._key: tuple[Any, ...] = ()
-        self._answer: State | None = None
+        self._answer: Answer | None = None
 
-    def __call__(self, twin: Twin, arguments: Mapping[str, Any]) -> State:
+    def __call__(self, twin: Twin, arguments: Mapping[str, Any]) -> Answer:
         """Compute once for each key, which knows nothing of the values."""
         tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
         key = (arguments["q"].data_ptr(), *((name, tuple(t.shape), t.dtype) for name, t in tensors.items()))
         if key != self._key or self._answer is None:
             self._key, self._answer = key, twin(arguments)
-        out, lse = self._answer
-        return out.clone(), lse.clone()
+        return tuple(result.clone() for result in self._answer)
 
 
 class Previous:
@@ -84,14 +84,14 @@ class Previous:
 
     def __init__(self) -> None:
         """No call yet."""
-        self._last: State | None = None
+        self._last: Answer | None = None
 
-    def __call__(self, twin: Twin, arguments: Mapping[str, Any]) -> State:
+    def __call__(self, twin: Twin, arguments: Mapping[str, Any]) -> Answer:
         """Compute, keep, and return the older one if it has the shape."""
         fresh, last = twin(arguments), self._last
         self._last = fresh
         fits = last is not None and last[0].shape == fresh[0].shape and last[0].dtype == fresh[0].dtype
-        return last if last is not None and fits else (torch.empty_like(fresh[0]), torch.empty_like(fresh[1]))
+        return last if last is not None and fits else tuple(torch.empty_like(result) for result in fresh)
 
 
 class CallCounter:

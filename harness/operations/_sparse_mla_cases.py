@@ -57,9 +57,11 @@ def sparse_mla_cases(request: CaseRequest, op: str) -> list[Case]:
                 Batch(query_lens=[2, 1], context_lens=[37, 9]) if which else Batch(query_lens=[1], context_lens=[70])
             )
             draw.add(family, dtype, batch, (ODD, SMALL, UNIFIED)[which], 3, topk=60, **KINDS[kind], layout="within")
-    draw.edges("diffuse", draw.dtype(2), QUERY_EDGES[int(draw.rng.integers(4))], heads=2)
+    # past the last query of a tile, and an entry that no table of 1024 holds
+    draw.edges("diffuse", draw.dtype(2), QUERY_EDGES[int(draw.rng.integers(2, 4))], heads=2)
+    draw.add("ramp-v", draw.dtype(2), Batch(query_lens=[2], context_lens=[1300]), SMALL, 2, topk=1153, **KINDS[6])
     draw.add("peaked", draw.dtype(2), Batch(query_lens=[20], context_lens=[200]), SMALL, 17, topk=129, **KINDS[3])
-    draw.add("constant-v", draw.dtype(2), Batch(query_lens=[24], context_lens=[700]), SMALL, 1, topk=513, **KINDS[6])
+    draw.add("constant-v", draw.dtype(2), Batch(query_lens=[8], context_lens=[700]), SMALL, 1, topk=513, **KINDS[6])
     if request.tier != "smoke":
         _full_cases(draw)
     if request.tier == "nightly":
@@ -193,7 +195,7 @@ class _Draw:
     def edges(self, family: str, dtype: str, queries: int, *, heads: int) -> None:
         """As many queries as tiles have, one more, one fewer."""
         batch = Batch(query_lens=[queries], context_lens=[queries + 20])
-        self.add(family, dtype, batch, SMALL, heads, topk=40, source="clustered", layout="within", **KINDS[2])
+        self.add(family, dtype, batch, SMALL, heads, topk=40, source="clustered", layout="within", **KINDS[3])
 
     def add(
         self,

@@ -137,7 +137,7 @@ class SparseMla:
 
 
 def _cache_of(rows: Tensor, slots: Tensor, num_slots: int, lures: Tensor | None) -> Tensor:
-    """Rows in their slots, NaN in all others; copies of the first and the last lure where an end of the cache is free."""
+    """Rows in their slots, NaN in all others; copies of the first and last lure where an end of the cache is free."""
     kv = rows.new_full((num_slots, rows.shape[1]), torch.nan)
     kv[slots] = rows
     if lures is not None and len(lures):
