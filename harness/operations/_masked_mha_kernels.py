@@ -24,7 +24,7 @@ from ..operation import Kernel
 # no multiple of 32: chunks begin and end within words
 CHUNK = 45
 # tiles of the interpreted kernel, of so many queries and keys, that fit the time: each takes some ten milliseconds
-INTERPRETED_TILES = 18
+INTERPRETED_TILES = 12
 INTERPRETED_TILE = 32
 
 
