@@ -49,12 +49,18 @@ class Spread:
     Attributes:
         exact: Without noise, ``[..., D]``.
         noisy: The errors of the perturbed runs, ``[runs, ..., D]``.
-        sigma: Their root mean square over the runs and the last axis, ``[..., 1]``.
+        sigma: Their root mean square over the runs and the last axis, ``[..., 1]``; of the worst kind of runs.
+        kinds: Of runs, as many of each, one after the other.
     """
 
     exact: Tensor
     noisy: Tensor
     sigma: Tensor
+    kinds: int = 1
+
+    def own(self) -> Tensor:
+        """``[..., D]``, the root mean square of each element alone."""
+        return self.noisy.unflatten(0, (self.kinds, -1)).square().mean(1).amax(0).sqrt()
 
     def variance(self, u_out: float) -> Tensor:
         """``[...]``, of a row: the noise, and a uniform error of storing each element."""
@@ -63,12 +69,15 @@ class Spread:
 
     def freedom(self) -> Tensor:
         """Degrees of freedom of a row's squared error, pooled over rows; few where the noise of one scalar rules."""
-        energy = self.noisy.square().sum(-1).flatten(1)
-        energy = energy[:, energy.mean(0) > 0]
-        if not energy.numel():
+        energy = self.noisy.square().sum(-1).unflatten(0, (self.kinds, -1)).flatten(2)
+        scatter = []
+        for kind in energy:
+            moved = kind[:, kind.mean(0) > 0]
+            if moved.numel():
+                scatter.append((moved / moved.mean(0)).var(0).mean())
+        if not scatter:
             return torch.tensor(1.0, dtype=torch.float64)
-        relative = energy / energy.mean(0)
-        return (2 / relative.var(0).mean().clamp(min=1e-300)).clamp(min=1.0, max=float(self.exact.shape[-1]))
+        return (2 / torch.stack(scatter).amax().clamp(min=1e-300)).clamp(min=1.0, max=float(self.exact.shape[-1]))
 
 
 def perturbed_oracle(
@@ -106,10 +115,14 @@ def perturbed_together(
 ) -> dict[str, Spread]:
     """The same for a recurrence that carries all runs at once, which takes about the time of one.
 
+    There are two kinds of runs: with noise at every place, and with rounding itself, on another grid in each run.
+    Errors of equal tokens are alike in a kernel that scales them alike, and independent in one that does not; an honest
+    kernel may do as badly as the worse of both.
+
     Args:
         recurrence: Takes their number besides, and has them on the first axis of all that it rounds and returns.
         sites: As in ``perturbed_oracle``, like the arguments below.
-        runs: At least 16.
+        runs: Of each kind, at least 16.
         seed: Of the noise.
 
     Raises:
@@ -119,8 +132,8 @@ def perturbed_together(
     if runs < FEWEST_RUNS:
         raise ValueError(f"runs must be at least {FEWEST_RUNS}, got {runs}")
     exact = {name: value[0] for name, value in _exact(lambda rounded: recurrence(rounded, 1), sites).items()}
-    noisy = recurrence(_Noise(sites, seed=seed), runs)
-    return {name: _spread(value, noisy[name] - value) for name, value in exact.items()}
+    noisy = recurrence(_Both(sites, runs=runs, seed=seed), 2 * runs)
+    return {name: _spread(value, noisy[name] - value, kinds=2) for name, value in exact.items()}
 
 
 def _exact(recurrence: Recurrence, sites: Mapping[str, Precision]) -> dict[str, Tensor]:
@@ -157,10 +170,44 @@ class _Noise:
         return value * (1 + u * (2 * noise - 1))
 
 
-def _spread(exact: Tensor, noisy: Tensor) -> Spread:
+class _Grids:
+    """Rounding itself, on another grid in each run: equal values err alike, as they do in a kernel, whatever the run.
+
+    A value is scaled by a factor in [1, 2), the same for a run and a site, rounded to the format, and scaled back.
+    """
+
+    def __init__(self, sites: Mapping[str, Precision], *, runs: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._sites = sites
+        self._factors = {
+            site: torch.exp2(torch.rand(runs, generator=generator, dtype=torch.float64)) for site in sorted(sites)
+        }
+
+    def __call__(self, site: str, value: Tensor) -> Tensor:
+        u = UNIT_ROUNDOFF[self._sites[site]]
+        if u <= UNIT_ROUNDOFF["fp64"]:
+            return value
+        factor = self._factors[site].to(value.device).view(-1, *[1] * (value.dim() - 1))
+        # Dekker and Veltkamp: what is left of a number that something 1 / u times as large has been added to
+        scaled = value * factor
+        large = scaled * (1.0 + UNIT_ROUNDOFF["fp64"] ** -1 * u)
+        return (large - (large - scaled)) / factor
+
+
+class _Both:
+    """Noise in the first half of the runs, grids in the second."""
+
+    def __init__(self, sites: Mapping[str, Precision], *, runs: int, seed: int) -> None:
+        self._noise, self._grids, self._runs = _Noise(sites, seed=seed), _Grids(sites, runs=runs, seed=seed), runs
+
+    def __call__(self, site: str, value: Tensor) -> Tensor:
+        return torch.cat([self._noise(site, value[: self._runs]), self._grids(site, value[self._runs :])])
+
+
+def _spread(exact: Tensor, noisy: Tensor, *, kinds: int = 1) -> Spread:
     """Sixteen runs alone would give each element a spread with heavy tails, so the last axis is pooled."""
-    sigma = noisy.square().mean(0).mean(-1, keepdim=True).sqrt()
-    return Spread(exact=exact, noisy=noisy, sigma=sigma)
+    sigma = noisy.unflatten(0, (kinds, -1)).square().mean(1).mean(-1, keepdim=True).amax(0).sqrt()
+    return Spread(exact=exact, noisy=noisy, sigma=sigma, kinds=kinds)
 
 
 def perturbed_gates(
@@ -229,7 +276,7 @@ class _Judged:
         The deviation is the pooled one, or the element's own if that is larger: elements of a state row differ in size.
         """
         rounding = self.u_out * self.spread.exact.abs()
-        own = self.spread.noisy.square().mean(0).sqrt()
+        own = self.spread.own()
         sigma = torch.stack([self.spread.sigma.expand_as(own), own, rounding]).amax(0)
         limit = ENVELOPE_SIGMAS * sigma + rounding + SUBNORMAL[self.precision]
         return self._worst("G4 envelope", self.error.abs() / limit)
@@ -276,8 +323,10 @@ class _Judged:
             index.append(int(self.error[tuple(index)].abs().argmax()))
         where = Location(
             token=index[0] if self.name == "out" else None,
-            request=None if self.name == "out" else index[0],
+            request=None if self.name in ("out", "checkpoints") else index[0],
+            position=index[0] if self.name == "checkpoints" else None,
             head=index[1] if len(index) > 2 else None,
+            channel=index[2] if len(index) > 3 else None,
             dim=index[-1],
             got=float(self.got[tuple(index)]),
             expected=float(self.spread.exact[tuple(index)]),

@@ -16,8 +16,15 @@ from ..contract import UNIT_ROUNDOFF, Contract, Precision
 from ..perturbed import Rounded
 
 # operands of products meet them in the kernel's format
-OPERANDS = ("query", "key", "written key", "value", "recalled", "error", "read")
-SINGLE = ("norm", "write", "total", "sum")
+OPERANDS = ("query", "key", "written key", "recalled", "inverse", "error", "read")
+SINGLE: tuple[str, ...] = ("norm", "write", "total", "sum")
+# formats that hold every number of another
+HELD_BY: dict[Precision, tuple[Precision, ...]] = {
+    "fp64": ("fp64",),
+    "fp32": ("fp64", "fp32"),
+    "fp16": ("fp64", "fp32", "tf32", "fp16"),
+    "bf16": ("fp64", "fp32", "tf32", "bf16"),
+}
 # float32 roundoffs by which an exponential, a root or a quotient may err: PTX documents 2^-22 for the approximations
 ELEMENTARY = 4.0
 # tokens of the longest chunk: a rounded write of the chunk is seen by its outputs, but its predictions were made before
@@ -79,14 +86,20 @@ def layer_of(arguments: Mapping[str, Any], heads: Sequence[int] | None = None) -
     return q, k, v, g, beta
 
 
-def sites_of(contract: Contract) -> dict[str, Precision]:
-    """The format to which a kernel may round at each site."""
+def sites_of(contract: Contract, stored: Precision) -> dict[str, Precision]:
+    """The format to which a kernel may round at each site.
+
+    Args:
+        contract: Of the kernel.
+        stored: Format of the inputs.
+    """
     operand: Precision = contract.p
     if contract.inputs is not None and UNIT_ROUNDOFF[contract.inputs] > UNIT_ROUNDOFF[operand]:
         operand = contract.inputs
-    single: Precision = "fp64" if contract.qk_acc == "fp64" else "fp32"
-    named = {"gate": "logits", "state": "state"}
-    return dict.fromkeys(OPERANDS, operand) | dict.fromkeys(SINGLE, single) | contract.formats(named)
+    sites = dict.fromkeys(OPERANDS, operand) | dict.fromkeys(SINGLE, "fp32")
+    # values enter as they are stored, and are exact in any format that holds those
+    value: Precision = "fp64" if operand in HELD_BY[stored] else operand
+    return sites | {"value": value} | contract.formats({"gate": "logits", "state": "state"})
 
 
 def coarse(rounded: Rounded, site: str, value: Tensor, roundoffs: float) -> Tensor:
@@ -100,6 +113,7 @@ class _Walk:
 
     Attributes:
         state: What the next prediction is made from.
+        before: What the state before the chunk has decayed to.
         unseen: What rounding the writes of a chunk adds to it for outputs and later chunks.
         power: Squares of the terms that make up the state.
         total: Log decay since the chunk began.
@@ -107,6 +121,7 @@ class _Walk:
     """
 
     state: Tensor
+    before: Tensor
     unseen: Tensor
     power: Tensor
     total: Tensor
@@ -114,12 +129,12 @@ class _Walk:
 
     def cut(self, count: int) -> None:
         """Go on with the first sequences alone: the others have ended."""
-        for name in ("state", "unseen", "power", "total", "drift"):
+        for name in ("state", "before", "unseen", "power", "total", "drift"):
             setattr(self, name, getattr(self, name)[:, :count])
 
     def join(self) -> None:
         """Begin a chunk."""
-        self.state = self.state + self.unseen
+        self.state = self.before = self.state + self.unseen
         self.unseen, self.total = torch.zeros_like(self.unseen), torch.zeros_like(self.total)
         self.drift = torch.zeros_like(self.drift)
 
@@ -133,7 +148,7 @@ def kda_recurrence(tokens: Tokens, rounded: Rounded, runs: int) -> dict[str, Ten
     state = tokens.initial[order.to(device)].expand(runs, *tokens.initial.shape)
     zero = torch.zeros_like(state)
     flat = zero[..., 0]
-    walk = _Walk(state=state, unseen=zero, power=state.square(), total=flat, drift=flat)
+    walk = _Walk(state=state, before=state, unseen=zero, power=state.square(), total=flat, drift=flat)
     out = torch.zeros(runs, tokens.bounds[-1], *tokens.v.shape[1:], dtype=torch.float64, device=device)
     final = torch.zeros(runs, *tokens.initial.shape, dtype=torch.float64, device=device)
     kept = torch.zeros(runs, len(tokens.kept), *tokens.initial.shape[1:], dtype=torch.float64, device=device)
@@ -171,6 +186,7 @@ def _token(walk: _Walk, tokens: Tokens, rows: Tensor, rounded: Rounded, runs: in
     )
     walk.drift = drift
     walk.state, walk.unseen = decay[..., None] * walk.state, decay[..., None] * walk.unseen
+    walk.before = decay[..., None] * walk.before
     walk.power = walk.power * g.exp().square()[..., None]
     one = torch.ones_like(beta)[..., None]
     query = rounded("query", q) * coarse(rounded, "norm", one, ELEMENTARY)
@@ -181,8 +197,11 @@ def _token(walk: _Walk, tokens: Tokens, rows: Tensor, rounded: Rounded, runs: in
     told = torch.einsum("...kv,...k->...v", recalled, rounded("key", normed))
     write = coarse(rounded, "write", beta, ELEMENTARY)[..., None]
     error = write * (rounded("value", v) - told)
+    # in a chunk the error is an inverse times what the state before it leaves, and each of its rows is rounded
+    left = write * (v - torch.einsum("...kv,...k->...v", walk.before, normed))
+    slip = rounded("inverse", left) - left
     added = normed[..., None] * error[..., None, :]
-    written = rounded("written key", normed)[..., None] * rounded("error", error)[..., None, :]
+    written = rounded("written key", normed)[..., None] * (rounded("error", error) + slip)[..., None, :]
     walk.unseen = walk.unseen + written - added
     walk.state = rounded("state", walk.state + added)
     walk.power = walk.power + added.square()

@@ -1,0 +1,130 @@
+"""Other forms of the same question to a kernel of the gated delta rule, which must get the same answer.
+
+``later tokens``        what follows a token does not reach its bits, finite or not in the chunk or the sequence
+``permute sequences``   another order of the pack: equal bits if the contract says batch invariant, else the gates
+``split sequences``     each sequence in two calls with the state carried over: as good an answer
+``zero state``          initial states of zeros instead of none: as good an answer
+"""
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..answers import Answer, dtype_of
+from ..case import Case
+from ..contract import Contract
+from ..metamorphic.gate import Rearranged
+from ..operation import Ask
+from ..poison import same_bits
+from ..record import GateResult, Location
+from ._kda_inputs import TOKENS
+
+# they are about layout, not values: one family asks them
+FAMILIES = ("normal",)
+
+
+def ask_kda(case: Case, arguments: dict[str, Any], ask: Ask, first: Answer, contract: Contract) -> Rearranged | None:
+    """All relations that apply to a case; see ``operation.RearrangedOperation``."""
+    if case.family not in FAMILIES or sum(case.sizes["seq_lens"]) == 0:
+        return None
+    gates, answers = [], {}
+    if contract.deterministic:
+        gates.append(_later_tokens(case, arguments, ask, first))
+    permuted = _permuted(case, arguments, ask)
+    if contract.batch_invariant and contract.deterministic:
+        same = all(same_bits(one, other) for one, other in zip(permuted, first, strict=True))
+        text = "" if same else "bits depend on the order of the sequences"
+        gates.append(GateResult(gate="G8 permute sequences", ratio=0.0 if same else math.inf, text=text))
+    else:
+        answers["permute sequences", 0] = (permuted,)
+    if case.sizes["state_dtype"] == "float32":
+        answers["split sequences", 0] = (_split(case, arguments, ask, first),)
+    if arguments["initial_state"] is None:
+        dtype = dtype_of(case.sizes["state_dtype"])
+        zeros = torch.zeros(first[1].shape, dtype=dtype, device=first[1].device)
+        given = replace(case, sizes=case.sizes | {"initial": True})
+        answers["zero state", 0] = (ask(given, arguments | {"initial_state": zeros}),)
+    return Rearranged(gates=tuple(gates), answers=answers)
+
+
+def _bounds(case: Case) -> list[int]:
+    return [0, *itertools.accumulate(case.sizes["seq_lens"])]
+
+
+def _later_tokens(case: Case, arguments: dict[str, Any], ask: Ask, first: Answer) -> GateResult:
+    """Change the second part of each sequence, gates included; the first part keeps its bits."""
+    bounds = _bounds(case)
+    earlier = torch.zeros(len(first[0]), dtype=torch.bool)
+    for at, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        # off the middle, so that it is no edge of a block
+        earlier[start : start + (stop - start) // 2 + at % 3] = stop - start > 1
+        earlier[stop:] = False
+    earlier = earlier.to(first[0].device)
+    changed = dict(arguments)
+    for name in TOKENS:
+        # a gate and a strength keep their sign
+        other = arguments[name] * (0.5 if name in ("g", "beta") else -1.0)
+        where = earlier.view(-1, *[1] * (other.dim() - 1))
+        changed[name] = torch.where(where, arguments[name], other)
+    out = ask(case, changed)[0]
+    differs = (out != first[0]).flatten(1).any(1) & earlier
+    if not bool(differs.any()):
+        return GateResult(gate="G8 later tokens", ratio=0.0)
+    token = int(differs.nonzero()[0])
+    text = f"out of token {token} depends on tokens that follow it"
+    return GateResult(gate="G8 later tokens", ratio=math.inf, where=Location(token=token), text=text)
+
+
+def _permuted(case: Case, arguments: dict[str, Any], ask: Ask) -> Answer:
+    """The answer to the sequences in reverse order, put back."""
+    bounds, lens = _bounds(case), case.sizes["seq_lens"]
+    order = list(range(len(lens)))[::-1]
+    parts = [torch.arange(bounds[at], bounds[at + 1]) for at in order]
+    tail = torch.arange(bounds[-1], len(arguments["q"]))
+    device = arguments["q"].device
+    rows = torch.cat([*parts, tail]).to(device)
+    moved = arguments | {name: arguments[name][rows] for name in TOKENS}
+    offsets = torch.tensor([0, *itertools.accumulate(lens[at] for at in order)])
+    moved["cu_seqlens"] = offsets.to(arguments["cu_seqlens"])
+    if arguments["initial_state"] is not None:
+        moved["initial_state"] = _chosen(arguments["initial_state"], torch.tensor(order, device=device))
+    if arguments["checkpoints"] is not None:
+        moved["checkpoints"] = arguments["checkpoints"].clone()
+        moved["checkpoints"][:, 0] = len(lens) - 1 - moved["checkpoints"][:, 0]
+    out, final, kept = ask(replace(case, sizes=case.sizes | {"seq_lens": [lens[at] for at in order]}), moved)
+    back = torch.empty_like(out)
+    back[rows] = out
+    return back, final.flip(0), kept
+
+
+def _chosen(states: Tensor, order: Tensor) -> Tensor:
+    """States in another order, in memory as they were."""
+    if states.stride(-1) == 1:
+        return states[order]
+    return states.mT[order].mT
+
+
+def _split(case: Case, arguments: dict[str, Any], ask: Ask, first: Answer) -> Answer:
+    """The answer of two calls, each with a part of every sequence."""
+    bounds, lens = _bounds(case), case.sizes["seq_lens"]
+    cuts = [length * 2 // 5 for length in lens]
+    device, out = arguments["q"].device, first[0].clone()
+    state = arguments["initial_state"]
+    for part in range(2):
+        ranges = [
+            (start, start + cut) if part == 0 else (start + cut, stop)
+            for start, stop, cut in zip(bounds, bounds[1:], cuts, strict=False)
+        ]
+        rows = torch.cat([torch.arange(start, stop) for start, stop in ranges]).to(device)
+        own = [stop - start for start, stop in ranges]
+        called = arguments | {name: arguments[name][rows] for name in TOKENS}
+        called |= {"initial_state": state, "checkpoints": None}
+        called["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(own)]).to(arguments["cu_seqlens"])
+        sizes = {"seq_lens": own, "tail": 0, "checkpoints": "none", "initial": state is not None}
+        got, state, _ = ask(replace(case, sizes=case.sizes | sizes), called)
+        out[rows] = got
+    return out, state, first[2]
