@@ -236,13 +236,6 @@ def unwritten_where_there_is_no_entry(**arguments: Any) -> Three:
     return lazy[0], lazy[1], lazy[2]
 
 
-@planted(OP, NUMERIC, source="share of the sink in half precision")
-def share_in_input_dtype(**arguments: Any) -> Three:
-    """What a sink leaves is rounded before it scales the output."""
-    dtype = arguments["q"].dtype
-    return sparse_twin(arguments, sink=lambda out, lse, own: out * share(lse, own).to(dtype).float()[..., None])
-
-
 @planted(OP, NUMERIC, NONFINITE, rows=("FC-089",))
 def maximum_over_the_tile_of_heads(**arguments: Any) -> Three:
     """One maximum for all heads: weights of a head of lower logits lose digits, or vanish."""
