@@ -17,6 +17,10 @@ GET = " ".join(["value = get_value(key)"] * 10)
 SET = " ".join(["value = set_value(key)"] * 10)
 
 
+def test_the_texts_of_the_ratios_are_longer_than_difflib_looks_at_closely() -> None:
+    assert len(GET) == len(SET) == 229
+
+
 def score(name: str, prediction: str, *answers: str, classes: tuple[str, ...] = ()) -> float:
     return find_scorer(name).score(prediction, answers, classes)
 

@@ -12,6 +12,7 @@ from assay.eval.statistics import (
     Estimate,
     Verdict,
     benjamini_hochberg,
+    binary,
     binary_estimate,
     flip_bound,
     holm,
@@ -50,6 +51,38 @@ def test_flips_come_to_their_golden_values(
     assert found.interval == interval
     assert (100 * found.low, 100 * found.high) == pytest.approx(ends, abs=5e-3 if se > 10 else 5e-4)
     assert (found.n, found.changed) == (n, lost + won)
+
+
+@pytest.mark.parametrize(
+    ("lost", "won", "wald", "exact"),
+    [
+        (5, 7, (-0.363, 0.666), (-0.406, 0.634)),
+        (30, 12, (-2.325, -0.404), (-2.183, -0.345)),
+    ],
+)
+def test_both_intervals_come_to_their_golden_values(
+    lost: int, won: int, wald: tuple[float, float], exact: tuple[float, float]
+) -> None:
+    found = binary_estimate(lost, won, 1319)
+    half = stats.norm.ppf(0.975) * found.se
+    assert (100 * (found.delta - half), 100 * (found.delta + half)) == pytest.approx(wald, abs=5e-4)
+    assert tuple(100 * end for end in binary._exact(lost, won, 1319)) == pytest.approx(exact, abs=5e-4)
+    assert found.interval == ("exact" if lost + won < binary.FEWEST_FLIPS else "Wald")
+
+
+def test_pairs_are_worth_more_than_two_averages() -> None:
+    paired = binary_estimate(5, 7, 1319).se
+    # two independent runs with 42 and 44 right answers, whose flips may be these
+    shares = 42 / 1319, 44 / 1319
+    unpaired = math.sqrt(sum(share * (1 - share) for share in shares) / 1319)
+    assert 100 * unpaired == pytest.approx(0.692, abs=5e-4)
+    assert unpaired / paired == pytest.approx(2.63, abs=5e-3)
+
+
+def test_the_factors_of_planning_are_those_of_80_percent_power() -> None:
+    found = binary_estimate(5, 7, 1319)
+    assert found.detectable / found.se == pytest.approx(2.802, abs=5e-4)
+    assert needed_pairs(1.0, 0.01) == pytest.approx(7.849e4, rel=1e-4)
 
 
 def test_the_exact_interval_of_many_flips_lies_inside_the_margin_or_not() -> None:
