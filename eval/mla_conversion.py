@@ -125,7 +125,7 @@ def _shared_rope_key(q: Tensor, k: Tensor, kv_head_of_head: Tensor) -> tuple[Ten
     With the orthogonal ``U[f]``, key component ``c`` is ``sum_g U[f, c, g] k[g]`` and the query of a head of group
     ``g`` is ``U[f, c, g] q``; summed over ``c`` the product is ``q . k[g]`` again.
     """
-    mix = _principal_axes(torch.einsum("gzfe,hzfe->fgh", k, k))  # [n, component, H_kv]
+    mix = principal_axes(torch.einsum("gzfe,hzfe->fgh", k, k))  # [n, component, H_kv]
     key = torch.einsum("fcg,gzfe->zcfe", mix, k)
     query = torch.einsum("fch,hzfe->hzcfe", mix[:, :, kv_head_of_head], q)
     return query.flatten(1, 3), key.flatten(0, 2)
@@ -138,14 +138,14 @@ def _latent(k_nope: Tensor, gqa: GqaWeights) -> tuple[Tensor, Tensor]:
     """
     d_nope, d_value = k_nope.shape[1], gqa.head_dim
     joint = torch.cat([k_nope.flatten(0, 1), gqa.v_proj])  # [R, E]
-    axes = _principal_axes(joint @ joint.T)
+    axes = principal_axes(joint @ joint.T)
     kv_head = gqa.kv_head_of_head()[:, None]
     key_rows = kv_head * d_nope + torch.arange(d_nope)
     value_rows = gqa.num_kv_heads * d_nope + kv_head * d_value + torch.arange(d_value)
     return axes @ joint, axes.T[torch.cat([key_rows, value_rows], dim=1)]
 
 
-def _principal_axes(gram: Tensor) -> Tensor:
+def principal_axes(gram: Tensor) -> Tensor:
     """Orthonormal eigenvectors of ``[..., n, n]`` as rows, strongest first, largest entry of each positive."""
     _, vectors = torch.linalg.eigh(gram)
     axes: Tensor = vectors.flip(-1).transpose(-2, -1)

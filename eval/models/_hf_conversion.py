@@ -1,13 +1,14 @@
 """A Llama of transformers as the same model with latent attention, kept on disk once it was converted.
 
-Every layer goes through ``mla_conversion``; the result is transformers' DeepSeek-V3 with dense layers alone, no norm on
-the latent, the frequencies that keep RoPE and the softmax scale of the original.
+Every layer goes through ``mla_conversion`` or ``mla_geometry``; the result is transformers' DeepSeek-V3 with dense
+layers alone, no norm on the latent, the frequencies that keep RoPE and the softmax scale of the original.
 """
 
 import hashlib
 import json
 import os
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,41 +17,39 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..capture import layer_weights
 from ..extras import require
-from ..mla_conversion import MlaWeights, convert_to_mla
+from ..llama_layers import layer_weights
+from ..mla_conversion import MlaWeights
+from ._hf_forms import Form
 
 # raised whenever the same weights would be converted to others
 VERSION = 1
-# a lossless conversion leaves the part without RoPE empty, and kernels want one: zeros change no logit
-LEAST_NOPE = 16
+CALIBRATION_TOKENS = 1024
 INV_FREQ = "rotary.inv_freq"
 # tied to the embedding, so it is in no file
 HEAD = "lm_head.weight"
 
 
-def convert_network(network: Any, rope_frequencies: int) -> Any:
+def convert_network(network: Any, form: Form) -> Any:
     """Convert every attention layer of a Llama.
 
     Args:
         network: The model, float32.
-        rope_frequencies: How many frequencies keep RoPE, the fastest first; all of them is lossless.
+        form: Of the result.
 
     Returns:
         The converted model, float32.
 
     Raises:
         NotImplementedError: If it is no plain Llama.
-        ValueError: If ``rope_frequencies`` is out of range.
+        ValueError: If the form does not hold the model.
     """
     kind = getattr(network.config, "model_type", None)
     if kind != "llama" or network.config.mlp_bias:
         raise NotImplementedError(f"a model that is converted must be a Llama without biases, got {kind}")
-    layers = [
-        _widened(convert_to_mla(layer_weights(network, at), rope_frequencies=rope_frequencies))
-        for at in range(network.config.num_hidden_layers)
-    ]
-    first = layers[0]
+    originals = [layer_weights(network, at) for at in range(network.config.num_hidden_layers)]
+    layers = form.layers(originals, lambda: input_covariances(network))
+    first = layers[0].mla
     converted = _skeleton(_config(network.config, first), first.inv_freq.float(), first.softmax_scale)
     target, source = converted.model, network.model
     with torch.no_grad():
@@ -58,15 +57,37 @@ def convert_network(network: Any, rope_frequencies: int) -> Any:
         if not network.config.tie_word_embeddings:
             converted.lm_head.weight.copy_(network.lm_head.weight)
         target.norm.weight.copy_(source.norm.weight)
-        for mla, old, new in zip(layers, source.layers, target.layers, strict=True):
+        for layer, old, new in zip(layers, source.layers, target.layers, strict=True):
+            mla = layer.mla
             new.mlp.load_state_dict(old.mlp.state_dict())
             new.input_layernorm.weight.copy_(old.input_layernorm.weight)
             new.post_attention_layernorm.weight.copy_(old.post_attention_layernorm.weight)
             new.self_attn.q_proj.weight.copy_(mla.q_proj.flatten(0, 1))
             new.self_attn.kv_a_proj_with_mqa.weight.copy_(torch.cat([mla.latent_proj, mla.rope_proj]))
             new.self_attn.kv_b_proj.weight.copy_(mla.kv_b_proj.flatten(0, 1))
-            new.self_attn.o_proj.weight.copy_(old.self_attn.o_proj.weight)
+            new.self_attn.o_proj.weight.copy_(layer.output(old.self_attn.o_proj.weight.double()))
     return converted
+
+
+def input_covariances(network: Any) -> list[Tensor]:
+    """Mean of ``x x^T`` over the inputs of each attention layer, ``[E, E]``, float64, while tokens at random are read.
+
+    The axes in which keys lie are those of a few loud channels and of the first token, which any text shows; keys of an
+    isotropic input lie elsewhere.
+    """
+    length = min(CALIBRATION_TOKENS, network.config.max_position_embeddings)
+    ids = torch.randint(network.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    found: list[Tensor] = []
+
+    def watch(_: Any, args: tuple[Tensor, ...]) -> None:
+        x = args[0].flatten(0, 1).double()
+        found.append(x.T @ x / length)
+
+    with ExitStack() as stack, torch.no_grad():
+        for layer in network.model.layers:
+            stack.callback(layer.self_attn.k_proj.register_forward_pre_hook(watch).remove)
+        network(ids)
+    return found
 
 
 def save_converted(network: Any, path: Path) -> None:
@@ -115,31 +136,14 @@ def source_digest(path: Path) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def cached_path(folder: Path, source: Path, rope_frequencies: int) -> Path:
+def cached_path(folder: Path, source: Path, form: Form) -> Path:
     """Where the conversion of these weights is kept."""
-    return folder / f"mla-{VERSION}-{rope_frequencies}-{source_digest(source)[:32]}.safetensors"
+    return folder / f"mla-{VERSION}-{form.name}-{source_digest(source)[:32]}.safetensors"
 
 
 def keep_precise(network: Any, inv_freq: Tensor) -> None:
     """Give a model its frequencies, float32 whatever its dtype: a rounded frequency is another position."""
     network.model.rotary_emb.inv_freq = inv_freq
-
-
-def _widened(mla: MlaWeights) -> MlaWeights:
-    """The same layer with a part without RoPE: columns of zeros where there is none."""
-    d_nope = mla.q_proj.shape[1] - mla.rope_proj.shape[0]
-    if d_nope:
-        return mla
-    heads, _, hidden = mla.q_proj.shape
-    rank = mla.latent_proj.shape[0]
-    return MlaWeights(
-        q_proj=torch.cat([mla.q_proj.new_zeros(heads, LEAST_NOPE, hidden), mla.q_proj], dim=1),
-        latent_proj=mla.latent_proj,
-        rope_proj=mla.rope_proj,
-        kv_b_proj=torch.cat([mla.kv_b_proj.new_zeros(heads, LEAST_NOPE, rank), mla.kv_b_proj], dim=1),
-        inv_freq=mla.inv_freq,
-        softmax_scale=mla.softmax_scale,
-    )
 
 
 def _config(llama: Any, mla: MlaWeights) -> Any:

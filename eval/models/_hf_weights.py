@@ -10,6 +10,7 @@ import torch
 
 from ..extras import require
 from ._hf_conversion import cached_path, convert_network, keep_precise, load_converted, save_converted
+from ._hf_forms import Form
 
 SMOLLM2 = "smollm2"
 
@@ -53,15 +54,15 @@ class Weights:
         ).eval()
 
 
-def load_network(weights: Weights, frequencies: int | None, dtype: torch.dtype, folder: Path) -> Any:
+def load_network(weights: Weights, form: Form | None, dtype: torch.dtype, folder: Path) -> Any:
     """The model, converted if asked for; a conversion of files that are here is done once."""
-    if frequencies is None:
+    if form is None:
         return weights.network(dtype)
     if weights.path is None:
         raise ValueError(f"a model that is converted must be a folder or GGUF file, got {weights.place!r}")
-    kept = cached_path(folder, weights.path, frequencies)
+    kept = cached_path(folder, weights.path, form)
     if not kept.exists():
-        save_converted(convert_network(weights.network(torch.float32), frequencies), kept)
+        save_converted(convert_network(weights.network(torch.float32), form), kept)
     # read back also what was just written: the first run and the later ones are the same
     network = load_converted(kept)
     inv_freq = network.model.rotary_emb.inv_freq.clone()

@@ -13,6 +13,7 @@ import torch
 
 from ..extras import require
 from ._hf_attention import MLA_PREFILL, PLAIN, Attention
+from ._hf_forms import Form, Frequencies, Sized
 from ._hf_kda import DeltaRule
 from ._hf_model import HfModel
 from ._hf_options import count, read_rules
@@ -20,7 +21,7 @@ from ._hf_weights import SMOLLM2, Weights, digest, find_smollm2, load_network
 from .tokenizers import HubTokenizer
 
 # of 32: all four widths are in use, and its loss on English text is that of the original within 0.01
-SMOLLM2_FREQUENCIES = 24
+SMOLLM2_FREQUENCIES = "24"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 YES_NO = {"yes": True, "no": False}
 
@@ -31,6 +32,7 @@ def load(
     attention: str = "eager",
     plain: str = "eager",
     rope_frequencies: str = "",
+    geometry: str = "",
     chunk: str = "256",
     step: str = "",
     provider: str = "auto",
@@ -58,6 +60,8 @@ def load(
         plain: What serves decoding where the attention is no plain one: ``eager`` or ``sdpa``.
         rope_frequencies: A Llama is converted to latent attention with so many frequencies that keep RoPE; ``none``
             converts nothing. Without it ``smollm2`` is converted with 24, and no other model is.
+        geometry: A Llama is converted to latent attention of these sizes, ``R/Dn/Dr/Dv``, or ``deepseek`` for
+            512/128/64/128; unlike most frequencies it costs the model some of its quality.
         chunk: Most history tokens that ``mla_prefill`` expands at once.
         step: Most tokens of a prompt that are read at once, 0 for all; ``chunk`` with ``mla_prefill``, else 0. History
             is what earlier steps have read.
@@ -87,7 +91,7 @@ def load(
     if dtype not in DTYPES or download not in YES_NO:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, and download yes or no, got {dtype}, {download}")
     weights = Weights(place=str(find_smollm2()) if model == SMOLLM2 else model, download=YES_NO[download])
-    frequencies = _frequencies(model, rope_frequencies)
+    form = _form(model, rope_frequencies, geometry)
     width, served = count("chunk", chunk, least=1), attention not in PLAIN
     size = count("step", step, least=0) if step else width if attention == MLA_PREFILL else 0
     kept, rule = read_rules(
@@ -96,7 +100,7 @@ def load(
     place, source = weights.arguments()
     try:
         tokenizer = HubTokenizer(place, **source)
-        network = load_network(weights, frequencies, DTYPES[dtype], Path(cache) if cache else _cache_folder())
+        network = load_network(weights, form, DTYPES[dtype], Path(cache) if cache else _cache_folder())
     except OSError as error:
         hint = "download=yes asks the hub" if weights.path is None else "a folder or GGUF file of transformers"
         raise ValueError(f"a model must be here, got {model!r} ({hint}): {error}") from error
@@ -105,7 +109,7 @@ def load(
         "model": model,
         "architecture": type(network).__name__,
         "weights_sha256": digest(network),
-        "rope_frequencies": frequencies,
+        **({"rope_frequencies": None} if form is None else form.describe()),
         "attention": attention,
         "decode": plain if served else attention,
         "step": size,
@@ -135,10 +139,15 @@ def load(
     return HfModel(network, tokenizer, used, described, step=size, delta=delta)
 
 
-def _frequencies(model: str, text: str) -> int | None:
-    if text == "none" or (not text and model != SMOLLM2):
+def _form(model: str, frequencies: str, geometry: str) -> Form | None:
+    """What the model is converted to."""
+    if frequencies and geometry:
+        raise ValueError(f"rope_frequencies and geometry must not come together, got {frequencies} and {geometry}")
+    if geometry:
+        return Sized.of(geometry)
+    if frequencies == "none" or (not frequencies and model != SMOLLM2):
         return None
-    return count("rope_frequencies", text, least=0) if text else SMOLLM2_FREQUENCIES
+    return Frequencies(count=count("rope_frequencies", frequencies or SMOLLM2_FREQUENCIES, least=0))
 
 
 def _cache_folder() -> Path:
