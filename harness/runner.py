@@ -21,6 +21,8 @@ from .record import GateResult, Record, RowErrors, Verdict
 
 # elements [rows, keys, dims] that the oracle answers for in full; above it rows are sampled
 ROW_BUDGET = {"cpu": 1 << 27, "cuda": 1 << 32}
+# of a gate that holds an answer against the oracle; all others find wrong numbers
+VERDICTS = {"G1": Verdict.NONFINITE, "G2": Verdict.WRITE_SCOPE}
 NEEDS_DEVICE = "too large for a CPU, needs a device"
 
 
@@ -206,7 +208,7 @@ def assess(exam: Exam, execution: Execution | Stop) -> Finding:
     if not all(gate.passed for gate in gates):
         worst = _failed(gates)
         text = worst.text or f"{worst.gate}: {worst.ratio:.3g} x its limit"
-        verdict = Verdict.NONFINITE if worst.gate.startswith("G1") else Verdict.NUMERIC
+        verdict = VERDICTS.get(worst.gate.split()[0], Verdict.NUMERIC)
         return Finding(verdict=verdict, text=text, gates=tuple(gates), **judged)
     verdict = Verdict.NONDETERMINISTIC
     gates += execution.gates

@@ -152,47 +152,47 @@ def first_key_head_for_all(**arguments: Any) -> Answer:
 @planted(OP, NUMERIC, source="gate after instead of before the update")
 def decay_after_the_write(**arguments: Any) -> Answer:
     """What is written decays at once."""
-    return kda_twin(arguments, step=lambda *tokens: _tokens(*tokens, order="write, decay"))
+    return kda_twin(arguments, step=lambda *tokens: one_by_one(*tokens, order="write, decay"))
 
 
 @planted(OP, NUMERIC, source="fla #885: forget before error")
 def prediction_before_the_decay(**arguments: Any) -> Answer:
     """The error is of what the state recalled before it decayed."""
-    return kda_twin(arguments, step=lambda *tokens: _tokens(*tokens, order="predict, decay, write"))
+    return kda_twin(arguments, step=lambda *tokens: one_by_one(*tokens, order="predict, decay, write"))
 
 
 @planted(OP, NUMERIC, source="output before the write")
 def output_before_the_write(**arguments: Any) -> Answer:
     """A token does not see what it writes."""
-    return kda_twin(arguments, step=lambda *tokens: _tokens(*tokens, order="read first"))
+    return kda_twin(arguments, step=lambda *tokens: one_by_one(*tokens, order="read first"))
 
 
 @planted(OP, NUMERIC, NONFINITE, source="plain linear attention")
 def nothing_predicted(**arguments: Any) -> Answer:
     """Values are added to the state, whatever it recalls."""
-    return kda_twin(arguments, step=lambda *tokens: _tokens(*tokens, order="no prediction"))
+    return kda_twin(arguments, step=lambda *tokens: one_by_one(*tokens, order="no prediction"))
 
 
 @planted(OP, NUMERIC, NONFINITE, rows=("FC-110",))
 def prediction_for_the_query(**arguments: Any) -> Answer:
     """Under one of the gates the error is of what the state recalls for the query."""
     wrong = "no key" if arguments["gate"] == "softplus" else ""
-    return kda_twin(arguments, step=lambda *tokens: _tokens(*tokens, order=wrong))
+    return kda_twin(arguments, step=lambda *tokens: one_by_one(*tokens, order=wrong))
 
 
 @planted(OP, NUMERIC, source="FlashKDA: the prediction is rounded before it is taken off the value")
 def prediction_rounded(**arguments: Any) -> Answer:
     """What is recalled is bfloat16 before the error is."""
-    return kda_twin(arguments, step=lambda *tokens: _tokens(*tokens, order="rounded"))
+    return kda_twin(arguments, step=lambda *tokens: one_by_one(*tokens, order="rounded"))
 
 
 @planted(OP, NUMERIC, source="beta on the value alone")
 def beta_on_the_value_alone(**arguments: Any) -> Answer:
     """The prediction is taken off whole."""
-    return kda_twin(arguments, step=lambda *tokens: _tokens(*tokens, order="value alone"))
+    return kda_twin(arguments, step=lambda *tokens: one_by_one(*tokens, order="value alone"))
 
 
-def _tokens(
+def one_by_one(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, *, order: str
 ) -> tuple[Tensor, Tensor]:
     """One token after the other, with one step wrong."""

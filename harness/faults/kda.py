@@ -14,7 +14,7 @@ NOT_APPLICABLE = (
     NotApplicable(row="FC-118", reason="log decays are at most 0; one anchor for 64 tokens overflows the other way"),
     NotApplicable(row="FC-125", reason="a hang; that no state is a state of zeros is asked of every kernel"),
     NotApplicable(
-        row="FC-126", reason="the gather of mixed steps is no operation of its own; its room's tests plant it"
+        row="FC-126", reason="of mixed steps, which are no operation of their own: the tests of their room judge them"
     ),
     NotApplicable(row="FC-128", reason=_OF_STEPS),
 )

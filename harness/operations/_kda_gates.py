@@ -72,19 +72,20 @@ def judge_kda(oracle: KdaOracle, answer: Answer, contract: Contract) -> Judged:
     exact = {name: spreads[name].exact for name in NAMES}
     gates = _undefined(oracle, got)
     got = {name: _defined(oracle, name, value, exact[name]) for name, value in got.items()}
-    formats: dict[str, Precision] = {name: _format(value) for name, value in got.items()}
+    formats: dict[str, Precision] = {name: precision_of(value) for name, value in got.items()}
     sequences = [slice(start, stop) for start, stop in zip(tokens.bounds, tokens.bounds[1:], strict=False)]
     sequences = [part for at, part in enumerate(sequences) if at not in oracle.undefined]
     perturbed = perturbed_gates(got, spreads, stored=formats, sequences=sequences)
     gates += [gate for gate in perturbed if gate.gate.startswith("G1")]
     gates += [_beside(whole[end:], end), *_handed_on(oracle, got)]
     if oracle.exact is not None:
-        gates += [_exact(name, got[name], exact[name], oracle) for name in NAMES]
+        gates += [exact_gate(name, got[name], exact[name], tokens.scale, oracle.exact) for name in NAMES]
     gates += [gate for gate in perturbed if not gate.gate.startswith("G1")]
     return Judged(gates=[_placed(gate, oracle.heads) for gate in gates], rows=end * len(oracle.heads))
 
 
-def _format(value: Tensor) -> Precision:
+def precision_of(value: Tensor) -> Precision:
+    """The format in which a result is stored."""
     return PRECISION_OF_DTYPE[str(value.dtype).removeprefix("torch.")]
 
 
@@ -148,9 +149,10 @@ def _handed_on(oracle: KdaOracle, got: dict[str, Tensor]) -> list[GateResult]:
     return gates
 
 
-def _exact(name: str, got: Tensor, exact: Tensor, oracle: KdaOracle) -> GateResult:
-    unit = abs(oracle.tokens.scale) if name == "out" else 1.0
-    if oracle.exact == "bits":
+def exact_gate(name: str, got: Tensor, exact: Tensor, scale: float, how: str) -> GateResult:
+    """G3: integers, times the scale in outputs, by their ``bits`` or ``near`` enough to be no other ones."""
+    unit = abs(scale) if name == "out" else 1.0
+    if how == "bits":
         ratio = torch.where(got == exact.to(got.dtype), 0.0, math.inf)
     else:
         # neither its rounding nor last bits of sums come near the middle between two integers

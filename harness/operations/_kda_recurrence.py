@@ -193,7 +193,7 @@ def _token(walk: _Walk, tokens: Tokens, rows: Tensor, rounded: Rounded, runs: in
     normed = k * coarse(rounded, "norm", one, ELEMENTARY)
     # a chunk adds its writes up when it reads them, so its sums err in proportion to the writes
     size = walk.power.sqrt()
-    recalled = rounded("recalled", walk.state) + coarse(rounded, "sum", size, terms) - size
+    recalled = rounded("recalled", walk.state) + (coarse(rounded, "sum", size, terms) - size)
     told = torch.einsum("...kv,...k->...v", recalled, rounded("key", normed))
     write = coarse(rounded, "write", beta, ELEMENTARY)[..., None]
     error = write * (rounded("value", v) - told)
@@ -206,5 +206,5 @@ def _token(walk: _Walk, tokens: Tokens, rows: Tensor, rounded: Rounded, runs: in
     walk.state = rounded("state", walk.state + added)
     walk.power = walk.power + added.square()
     size = walk.power.sqrt()
-    read = rounded("read", walk.state + walk.unseen) + coarse(rounded, "sum", size, terms) - size
+    read = rounded("read", walk.state + walk.unseen) + (coarse(rounded, "sum", size, terms) - size)
     return tokens.scale * torch.einsum("...kv,...k->...v", read, query)
