@@ -34,6 +34,16 @@ GOLDEN = {
         "token_selection-deep-float16-11661c47",
         "token_selection-near-bfloat16-743e9e93",
     ),
+    "topk_mask": (
+        "topk_mask-diffuse-float32-69a5d2f5",
+        "topk_mask-outside-float32-fca3a292",
+        "topk_mask-late-bfloat16-44258dc2",
+    ),
+    "indexer": (
+        "indexer-diffuse-float32-514e6f75",
+        "indexer-exact-dead-float16-6855af63",
+        "indexer-large-float16-2b4833b9",
+    ),
     "mla_prefill": (
         "mla_prefill-diffuse-float32-63cca00f",
         "mla_prefill-exact-uniform-float16-02641cf9",
@@ -43,6 +53,8 @@ GOLDEN = {
 DIGESTS = {
     "token_scores": "d7f057b36baa",
     "token_selection": "903e991565a3",
+    "topk_mask": "82c57999d085",
+    "indexer": "f4b78d59900f",
     "attention": "1d18557ad89b",
     "mla_prefill": "c525ffc48876",
 }

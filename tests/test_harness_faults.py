@@ -33,7 +33,11 @@ from assay.harness.runner import run_case
 CPU = torch.device("cpu")
 OPS = ("attention", "mla_prefill")
 # by family of the catalogue, which files dense attention under mla_prefill
-FAMILIES = {"mla_prefill": OPS, "snapkv_h2o": ("token_scores", "token_selection")}
+FAMILIES = {
+    "mla_prefill": OPS,
+    "snapkv_h2o": ("token_scores", "token_selection"),
+    "masked_mha": ("topk_mask", "indexer"),
+}
 EVERY_OP = tuple(op for ops in FAMILIES.values() for op in ops)
 TWINS = {"attention": attention_twin, "mla_prefill": mla_prefill_twin}
 

@@ -43,6 +43,18 @@ def _token_scores(mode: str, **candidates: int) -> dict[str, Any]:
     return _mla_prefill([5, 1, 16], [69, 1, 48], 16) | seen | first_and_last | candidates
 
 
+def _topk_mask(query_lens: list[int], context_lens: list[int], chunk: int) -> dict[str, Any]:
+    # a chunk that begins within a word, and the tile of the kernel that reads the mask
+    tile = {"tile_queries": 64, "tile_keys": 64, "layout": "packed", "exact_cap": False}
+    lens = {"query_lens": query_lens, "context_lens": context_lens, "topk": 64}
+    return lens | {"chunk_start": chunk, "chunk_size": 2 * chunk} | tile
+
+
+def _indexer(query_lens: list[int], key_lens: list[int]) -> dict[str, Any]:
+    lens = {"query_lens": query_lens, "key_lens": key_lens}
+    return {"num_heads": 2, "head_dim": 128, "topk": 16, "layout": "packed"} | lens
+
+
 _LLAMA = {"num_heads": 8, "num_kv_heads": 2, "d_qk": 128, "d_v": 128}
 _DEEPSEEK = {"num_heads": 2, "num_kv_heads": 2, "d_qk": 192, "d_v": 128}
 
@@ -70,5 +82,12 @@ _STEPS: dict[str, dict[str, dict[str, Any]]] = {
             "pooling": "max",
             "kernel_size": 5,
         },
+    },
+    "topk_mask": {
+        "1 request": _topk_mask([20], [69], 0),
+        "3 requests, chunk": _topk_mask([5, 1, 16], [69, 1, 48], 17),
+    },
+    "indexer": {
+        "3 requests": _indexer([5, 1, 16], [69, 1, 48]),
     },
 }

@@ -65,7 +65,7 @@ def positions_among_all_keys(**arguments: Any) -> Lists:
     return indices, found
 
 
-@planted(OP, NUMERIC, rows=("FC-137",), source="places within a chunk of keys")
+@planted(OP, NUMERIC, source="FC-137 in the indexer: places within a chunk of keys")
 def positions_within_a_chunk(**arguments: Any) -> Lists:
     """Positions count from the chunk of 32 keys in which they lie."""
     indices, found = index_twin(arguments)

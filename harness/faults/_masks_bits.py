@@ -70,7 +70,7 @@ def minus_one_sets_the_row_before(**arguments: Any) -> Returned:
     return answered(mask, arguments)
 
 
-@planted(OP, NUMERIC, rows=("FC-096",))
+@planted(OP, NUMERIC, source="FC-096 in the mask: an invalid index replaced by 0")
 def padding_stands_for_the_first_key(**arguments: Any) -> Returned:
     """Whatever is not valid becomes key 0."""
 
@@ -81,7 +81,7 @@ def padding_stands_for_the_first_key(**arguments: Any) -> Returned:
     return mask_twin(arguments, keys=replaced)
 
 
-@planted(OP, NUMERIC, rows=("FC-098",))
+@planted(OP, NUMERIC, source="FC-098 in the mask: padding between entries ends the list")
 def first_padding_ends_the_list(**arguments: Any) -> Returned:
     """Entries behind a -1 are not looked at."""
 

@@ -56,10 +56,11 @@ def _rounded(case: Case, n: int, m: int, generator: torch.Generator) -> Values:
     elif case.family == "clustered":
         k = k[torch.arange(m) // CLUSTER] + 0.05 * k
     elif case.family == "near":
-        eps = torch.finfo(getattr(torch, case.dtype)).eps
+        # as far apart, all in all, as the roundings of a float32 score may hide; half precision knows no steps so small
+        eps, steps = torch.finfo(getattr(torch, case.dtype)).eps, 64 if case.dtype == "float32" else 2
         # the first head sees them all
         q[:, 0] *= torch.where(q[:, 0] @ k[:1].T < 0, -1.0, 1.0)
-        k = k[:1] * (1 + eps * torch.randint(-2, 3, k.shape, generator=generator))
+        k = k[:1] * (1 + eps * torch.randint(-steps, steps + 1, k.shape, generator=generator))
     elif case.family == "large":
         q, k = 128 * q, 128 * k
     return q, k, weights

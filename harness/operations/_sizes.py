@@ -122,9 +122,16 @@ def _keys_within_mask(sizes: Sizes) -> None:
     _require("mask_words", sizes["mask_words"], max(behind) <= bits, what)
 
 
+def _tile_or_none(sizes: Sizes) -> None:
+    tile = sizes["tile_queries"], sizes["tile_keys"]
+    powers = all(size & (size - 1) == 0 for size in tile) and tile[0] >= 16 and tile[1] >= 32
+    _require("tile_queries and tile_keys", tile, powers or tile == (0, 0), "powers of two from 16 and 32 on, or both 0")
+
+
 RELATIONS: dict[str, tuple[Callable[[Sizes], None], ...]] = {
     "attention": (_whole_groups,),
     "masked_mha": (_whole_groups, _keys_within_mask),
     "mla_prefill": (_queries_within_context,),
     "token_scores": (_queries_within_context,),
+    "topk_mask": (_tile_or_none,),
 }

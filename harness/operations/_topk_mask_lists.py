@@ -26,6 +26,8 @@ def drawn_lists(case: Case, device: torch.device) -> Tensor:
     Raises:
         ValueError: If there is no such family.
     """
+    if case.family not in FAMILIES:
+        raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {case.family!r}")
     sizes, generator = case.sizes, torch.Generator().manual_seed(case.seed)
     query_lens, context_lens, topk = sizes["query_lens"], sizes["context_lens"], sizes["topk"]
     if case.family == "indexed":
