@@ -20,7 +20,13 @@ NO_FAULT = frozenset({Verdict.PASS, Verdict.UNSUPPORTED, Verdict.INVALID_CASE, V
 NONDETERMINISTIC_RUNS = 3
 # what a later operation adds to these lines is shrunk as well
 DIMENSIONS = {"d_qk": 1, "d_v": 1, "kv_lora_rank": 1, "d_nope": 1, "d_rope": 0, "head_dim": 1, "topk": 1}
-PLAIN_LAYOUT = {"attention": "packed", "mla_prefill": "split", "masked_mha": "packed"}
+PLAIN_LAYOUT = {
+    "attention": "packed",
+    "mla_prefill": "split",
+    "masked_mha": "packed",
+    "topk_mask": "packed",
+    "indexer": "packed",
+}
 PLAIN_FAMILY = "diffuse"
 # products of tokens, heads and dimensions below which a case is no burden for a CPU
 CPU_ELEMENTS = 1 << 24

@@ -250,6 +250,21 @@ def test_a_layout_holds_the_same_lists(layout: str) -> None:
         assert (beside < 70).all()
 
 
+def test_a_mask_kept_by_the_address_of_its_lists_is_found() -> None:
+    kept: dict[int, Any] = {}
+
+    def remembering(**arguments: Any) -> Any:
+        address = arguments["indices"].data_ptr()
+        if address not in kept:
+            kept[address] = CLEAN(**arguments)
+        return tuple(one.clone() for one in kept[address])
+
+    assert verdict(remembering, case_of("diffuse")) == (
+        Verdict.NONDETERMINISTIC,
+        "the answer stayed the same when the inputs changed",
+    )
+
+
 def test_lists_that_move_up_by_one_change_the_mask_of_every_case_that_says_so() -> None:
     follow = [case for case in SMOKE if OPERATION.outline(case).follows_contents]
     assert len(follow) > len(SMOKE) // 3
