@@ -140,8 +140,15 @@ def test_every_selection_is_counted_and_described(folder: Path) -> None:
     model = made(folder, **LATENT, **RULES[0])
     answers = generated(model, min_new_tokens=6)
     assert [one.kernel_calls for one in answers] == [
-        {"prefill/mla_prefill": 3 * steps, "select/snapkv_logits": 3, "decode/eager": 3 * 5} for steps in (3, 1, 2)
-    ]
+        {
+            "prefill/mla_prefill": 3 * steps, "scores/token_scores/torch": 3, "select/snapkv_logits": 3,
+            "decode/eager": 3 * 5,
+        }
+        for steps in (3, 1, 2)
+    ]  # fmt: skip
+    # every step of a prompt is scored, and no step before it began
+    steps = [one.kernel_calls["scores/token_scores/torch"] for one in generated(made(folder, **LATENT, **RULES[3]))]
+    assert steps == [3 * 3, 3 * 1, 3 * 2]
     # of two targets the first is known when the prompt was read
     calls = scored(model, [PROMPTS[0]] * 2, [(8,), (8, 2)])
     assert [one.kernel_calls.get("decode/eager", 0) for one in calls] == [0, 3]
@@ -207,7 +214,7 @@ def test_senseless_options_are_refused(folder: Path, options: dict[str, str], me
 
 def test_a_cache_without_the_whole_prompt_is_refused() -> None:
     rule = Selection(method="h2o", scores="probability", budget=2, sink=0, recent=1, window=0, pool=1)
-    observed = _hf_selection.Observed(rule, [0], 4)
+    observed = _hf_selection.Observed(rule, [0], 4, print)
     observed._scores[0] = torch.ones(1, 4)
     cache = transformers.DynamicCache()
     cache.update(torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3, 2), 0)

@@ -204,6 +204,16 @@ def test_rows_of_the_request_before_show(folder: Path, monkeypatch: pytest.Monke
     assert (values(scored(model)) - expected(folder, "probability")).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("op", ["masked_mha", "sparse_mla"])
+def test_a_kernel_of_ones_own_serves_the_selection(folder: Path, op: str) -> None:
+    options = {"attention": op, "provider": "torch", "topk": "3", "step": "5"}
+    own = made(folder, **CONVERTED, **options, kernel=f"assay.reference.{op}:{op}")
+    found = scored(own)
+    torch.testing.assert_close(values(found), expected(folder, "probability"), rtol=0, atol=1e-4)
+    assert [one.kernel_calls for one in found] == [{f"prefill/{op}": 3 * steps} for steps in (3, 1, 3)]
+    assert own.describe()["kernel"] == f"assay.reference.{op}:{op}"
+
+
 def test_the_rule_is_described(folder: Path) -> None:
     described = made(folder, **CONVERTED, **KERNELS["sparse_mla/padded"], topk="3").describe()
     assert json.loads(json.dumps(described)) == described

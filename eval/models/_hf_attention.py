@@ -29,7 +29,7 @@ PLAIN = ("eager", "sdpa")
 ATTENTION, MLA_PREFILL = "attention", "mla_prefill"
 LATENT = (MLA_PREFILL, *TOPK_KERNELS)
 KERNELS = (*PLAIN, ATTENTION, *LATENT)
-PREFILL, SELECT, DECODE = "prefill", "select", "decode"
+PREFILL, SCORES, SELECT, DECODE = "prefill", "scores", "select", "decode"
 KDA = "kda"
 
 _numbers = itertools.count()
@@ -103,7 +103,9 @@ class Attention:
 
     def begin_batch(self, pads: Sequence[int], length: int) -> None:
         """Prompts come next, ``length`` columns of them, with ``pads`` columns without a token, by row."""
-        self._observed = None if self.selection is None else Observed(self.selection, pads, length)
+        self._observed = None
+        if self.selection is not None:
+            self._observed = Observed(self.selection, pads, length, self._note_scores)
 
     def begin_prefill(self, pads: Sequence[int], start: int, stop: int, like: Tensor) -> None:
         """Columns ``start .. stop - 1`` of a left-padded batch come next, behind the ones before.
@@ -150,6 +152,9 @@ class Attention:
         calls, self._calls = self._calls, Counter()
         return calls
 
+    def _note_scores(self, kernel: str) -> None:
+        self._calls[f"{SCORES}/{kernel}"] += 1
+
     def _latent_step(self, shape: MlaShape, rows: LatentRows, dtype: torch.dtype) -> PrefillStep | TopkStep:
         if self._topk is not None:
             return TopkStep.of(rows, self.kernel, shape=shape, dtype=dtype, rule=self._topk, provider=self._provider)
@@ -173,7 +178,7 @@ class Attention:
                 out = step.attend(self.seam, module.layer_idx, query, key, value, scale)
             else:
                 out = step.attend(self.seam, module, query, key, value, scale)
-            if isinstance(step, TopkStep) and name == self.seam.op:
+            if isinstance(step, TopkStep) and not self.seam.describe():
                 name = f"{name}/{step.implementation}"
             self._calls[f"{self._stage}/{name}"] += 1
             return out, None

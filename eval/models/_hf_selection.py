@@ -7,7 +7,7 @@ is ``token_selection``'s. A row that stays was turned to its position when it wa
 counting from the end of the prompt, not from the end of what is left.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,9 +71,16 @@ class Selection:
 class Observed:
     """The scores of one batch, gathered over the steps of its prefill."""
 
-    def __init__(self, selection: Selection, pads: Sequence[int], length: int) -> None:
-        """``pads`` are the columns without a token, by row, of ``length`` columns."""
-        self.selection = selection
+    def __init__(self, selection: Selection, pads: Sequence[int], length: int, note: Callable[[str], None]) -> None:
+        """Begin.
+
+        Args:
+            selection: The rule.
+            pads: Columns without a token, by row.
+            length: Columns of the batch.
+            note: Is told what made the scores of a layer in a step, such as ``token_scores/torch``.
+        """
+        self.selection, self._note = selection, note
         self._pads = torch.tensor(pads)
         self._length = length
         # by layer, [B, length], by position
@@ -95,6 +102,7 @@ class Observed:
     def add(self, layer: int, scores: Tensor, scoring: "Scoring") -> None:
         """Take the scores of a step, ``[N, max_context]``."""
         plan, device = scoring.plan.prefill, scores.device
+        self._note(f"token_scores/{scoring.plan.implementation}")
         if self.selection.method == H2O:
             contexts = torch.tensor(plan.context_lens)
             scores = sparse_vllm_h2o_step(scores, contexts, mode=self.selection.scores)

@@ -74,6 +74,8 @@ class Masked:
         k = torch.cat([k_nope, rope], dim=-1)
         arguments: Arguments = {"q": q, "k": k, "v": v, "mask": mask, "softmax_scale": scale}
         arguments |= {"cu_seqlens_q": plan.cu_seqlens_q, "cu_seqlens_k": plan.cu_seqlens_k}
+        query_starts, key_starts, _ = plan.starts.T.contiguous()
+        arguments |= {"query_starts": query_starts, "key_starts": key_starts}
 
         def house() -> Tensor:
             return masked_mha(q, k, v, mask, softmax_scale=scale, plan=plan, tile_map=tile_map)[0]
@@ -114,11 +116,12 @@ class Sparse:
         first = self.rows.table[:, 0].repeat_interleave(torch.tensor(self.rows.query_lens, device=q.device))
         indices = torch.where(chosen < 0, -1, chosen + first[:, None]).int()
         arguments: Arguments = {"q": absorbed, "kv": latent, "indices": indices, "softmax_scale": scale}
+        arguments |= {"d_v": shape.kv_lora_rank, "topk_length": None, "attn_sink": None}
 
         def house() -> Tensor:
             return sparse_mla(absorbed, latent, indices, softmax_scale=scale, plan=plan)[0]
 
-        mixed = seam.serve(layer, arguments | {"d_v": shape.kv_lora_rank}, house)
+        mixed = seam.serve(layer, arguments, house)
         return torch.einsum("thr,hvr->thv", mixed, weight[:, shape.d_nope :])
 
 
