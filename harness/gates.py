@@ -101,15 +101,18 @@ def _undefined(outline: AttentionOutline, index: list[int]) -> float:
 def exact_elements(c: Companions, rows: Rows, u: Roundoffs, out_dtype: torch.dtype, family: str) -> Tensor:
     """G3, ``[n, h, Dv]``: elements of an exact family that every honest kernel gives bit for bit.
 
-    One-hot rows always. Uniform rows where the row, and each stretch that is stored before a merge, has ``2^k`` visible
-    keys (so that normalised weights are exact, too), and its mean is representable and not 0, so that float32 noise
-    rounds away, and no sum is larger than its accumulator counts. Where it is not known which stretches are stored in
-    half precision, rows of one or two keys alone. A sink must leave nothing of the weight, or a power of two. Outputs
-    in float32 are compared after rounding to bfloat16, for the same reason.
+    One-hot rows, unless their key is listed another number of times than ``2^k``. Uniform rows where the row, and each
+    stretch that is stored before a merge, has ``2^k`` visible keys (so that normalised weights are exact, too), and its
+    mean is representable and not 0, so that float32 noise rounds away, and no sum is larger than its accumulator
+    counts. Where it is not known which stretches are stored in half precision, rows of one or two keys alone. A sink
+    must leave nothing of the weight, or a power of two. Outputs in float32 are compared after rounding to bfloat16, for
+    the same reason.
     """
     shared = _shared_evenly(c.share)
     if family == "exact-one-hot":
-        return ((c.visible > 0) & shared)[..., None].expand_as(c.out)
+        # where the key is listed several times each copy has a part, which a kernel may round
+        part = torch.exp(c.max_logits - c.lse)
+        return ((c.visible > 0) & shared & _shared_evenly(part))[..., None].expand_as(c.out)
     # an accumulator of half precision counts no further than 1 / u
     counted = c.value_max * c.visible <= 1 / u.pv_acc
     noise = torch.where(c.share == 1, NOISE, SINK_NOISE)[..., None]
@@ -127,7 +130,7 @@ def _representable(values: Tensor, dtype: torch.dtype, noise: float | Tensor) ->
 
 
 def _shared_evenly(share: Tensor) -> Tensor:
-    """Whether what a sink leaves is nothing or a power of two, which multiplies without rounding."""
+    """Whether a share of the weight is nothing or a power of two, which multiplies without rounding."""
     near = torch.exp2(share.clamp(min=1e-300).log2().round())
     return (share == 0) | ((share - near).abs() <= SINK_NOISE * near)
 

@@ -39,6 +39,8 @@ FAMILIES = (
 QUIET_FAMILIES = ("constant-v", "ramp-v", "exact-one-hot", "leverage")
 MOVED_FAMILIES = ("shifted", "sunken", "overflow")
 SINKS = ("none", "finite", "mixed")
+# deviation of the logits, 1 elsewhere
+STRENGTHS = {"peaked": 8.0}
 # queries of which the log-sum-exp is looked at to place a sink beside it
 LOOKED_AT = 16
 
@@ -62,6 +64,8 @@ def sparse_values(
     """
     if family not in FAMILIES:
         raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
+    if d_v > d_qk:
+        raise ValueError(f"d_v must be at most d_qk {d_qk}, got {d_v}")
     queries, keys = len(lists.targets), sum(context_lens)
     quiet = 3 * d_v // 4 if family in QUIET_FAMILIES else 0
     q, rows = torch.randn(queries, num_heads, d_qk, generator=generator), torch.randn(keys, d_qk, generator=generator)
@@ -80,8 +84,8 @@ def sparse_values(
         ramp = torch.cat([torch.linspace(-1, 1, c) if c > 1 else torch.ones(c) for c in context_lens])
         slope = ramp[:, None] if family == "ramp-v" else 1.0
         rows[:, :quiet] = slope * column_constants((quiet,), generator) + NOISE * rows[:, :quiet]
-    elif family == "peaked":
-        q *= 8
+    elif family in STRENGTHS:
+        q *= STRENGTHS[family]
     elif family in MOVED_FAMILIES:
         q[..., -1], rows[:, -1] = moved_logits(family, num_heads, keys, softmax_scale, generator)
     elif family == "leverage":
