@@ -24,6 +24,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from ._perturbed_noise import Both, Noise
 from .contract import SUBNORMAL, UNIT_ROUNDOFF, Precision
 from .gates import MEDIAN_RMS_LIMIT, ROW_RMS_LIMIT, chi_limit
 from .record import GateResult, Location
@@ -104,7 +105,7 @@ def perturbed_oracle(
     exact = _exact(recurrence, sites)
     errors: dict[str, list[Tensor]] = {name: [] for name in exact}
     for run in range(runs):
-        result = recurrence(_Noise(sites, seed=seed * runs + run))
+        result = recurrence(Noise(sites, seed=seed * runs + run))
         for name, value in exact.items():
             errors[name].append(result[name] - value)
     return {name: _spread(exact[name], torch.stack(errors[name])) for name in exact}
@@ -132,7 +133,7 @@ def perturbed_together(
     if runs < FEWEST_RUNS:
         raise ValueError(f"runs must be at least {FEWEST_RUNS}, got {runs}")
     exact = {name: value[0] for name, value in _exact(lambda rounded: recurrence(rounded, 1), sites).items()}
-    noisy = recurrence(_Both(sites, runs=runs, seed=seed), 2 * runs)
+    noisy = recurrence(Both(sites, runs=runs, seed=seed), 2 * runs)
     return {name: _spread(value, noisy[name] - value, kinds=2) for name, value in exact.items()}
 
 
@@ -153,55 +154,6 @@ def _exact(recurrence: Recurrence, sites: Mapping[str, Precision]) -> dict[str, 
         called, given = ", ".join(sorted(visited)), ", ".join(sorted(sites))
         raise ValueError(f"sites must be those that the recurrence calls, {called or 'none'}, got {given or 'none'}")
     return exact
-
-
-class _Noise:
-    """Relative noise of the size of a rounding error, independent at every call."""
-
-    def __init__(self, sites: Mapping[str, Precision], *, seed: int) -> None:
-        self._sites, self._seed = sites, seed
-        self._generator: torch.Generator | None = None
-
-    def __call__(self, site: str, value: Tensor) -> Tensor:
-        u = UNIT_ROUNDOFF[self._sites[site]]
-        if self._generator is None:
-            self._generator = torch.Generator(value.device).manual_seed(self._seed)
-        noise = torch.rand(value.shape, generator=self._generator, dtype=torch.float64, device=value.device)
-        return value * (1 + u * (2 * noise - 1))
-
-
-class _Grids:
-    """Rounding itself, on another grid in each run: equal values err alike, as they do in a kernel, whatever the run.
-
-    A value is scaled by a factor in [1, 2), the same for a run and a site, rounded to the format, and scaled back.
-    """
-
-    def __init__(self, sites: Mapping[str, Precision], *, runs: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self._sites = sites
-        self._factors = {
-            site: torch.exp2(torch.rand(runs, generator=generator, dtype=torch.float64)) for site in sorted(sites)
-        }
-
-    def __call__(self, site: str, value: Tensor) -> Tensor:
-        u = UNIT_ROUNDOFF[self._sites[site]]
-        if u <= UNIT_ROUNDOFF["fp64"]:
-            return value
-        factor = self._factors[site].to(value.device).view(-1, *[1] * (value.dim() - 1))
-        # Dekker and Veltkamp: what is left of a number that something 1 / u times as large has been added to
-        scaled = value * factor
-        large = scaled * (1.0 + UNIT_ROUNDOFF["fp64"] ** -1 * u)
-        return (large - (large - scaled)) / factor
-
-
-class _Both:
-    """Noise in the first half of the runs, grids in the second."""
-
-    def __init__(self, sites: Mapping[str, Precision], *, runs: int, seed: int) -> None:
-        self._noise, self._grids, self._runs = _Noise(sites, seed=seed), _Grids(sites, runs=runs, seed=seed), runs
-
-    def __call__(self, site: str, value: Tensor) -> Tensor:
-        return torch.cat([self._noise(site, value[: self._runs]), self._grids(site, value[self._runs :])])
 
 
 def _spread(exact: Tensor, noisy: Tensor, *, kinds: int = 1) -> Spread:

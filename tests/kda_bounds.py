@@ -1,112 +1,48 @@
-"""How far an honest kernel may be from the oracle of the gated delta rule: the perturbed recurrence, and its gates."""
+"""Calls of the gated delta rule, and how far their answers are from the oracle: the judge's bounds, relative errors."""
 
-import itertools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from builders import in_dtype
 from torch import Tensor
 
-from assay.harness.contract import PRECISION_OF_DTYPE, Precision
-from assay.harness.perturbed import Rounded, Spread, perturbed_gates, perturbed_oracle
+from assay.harness.contract import PRECISION_OF_DTYPE, Contract, Precision
+from assay.harness.operations._kda_gates import KdaOracle, judge_kda
+from assay.harness.operations._kda_recurrence import Tokens, layer_of
 from assay.optimized.kda import KdaShape, kda, plan_kda, plan_kda_batch
 from assay.reference.kda import kda as kda_oracle
-from assay.reference.kda import transformed
 
 TOKENS = ("q", "k", "v", "g", "beta")
-LAYER = ("gate", "A_log", "dt_bias", "lower_bound", "beta_is_logits", "qk_l2norm")
+# what the oracle's caller may leave out
+LAYER: dict[str, Any] = {"A_log": None, "dt_bias": None, "lower_bound": None, "beta_is_logits": True, "qk_l2norm": True}
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float64: "float64"}
-# operands of products meet them in the kernel's format; the rest is float32
-OPERANDS = ("query", "key", "value", "recalled", "error", "read")
-OTHERS = ("gate", "write", "norm", "sum", "state")
-# float32 roundoffs by which an exponential, a root or a quotient may err: PTX documents 2^-22 for the approximations
-ELEMENTARY = 4.0
-# tokens of the longest chunk: a rounded write of the chunk is seen by its outputs, but its predictions were made before
-CHUNK = 64
 
 
-def coarse(rounded: Rounded, site: str, value: Tensor, roundoffs: float) -> Tensor:
-    """A value with so many times the noise of its site."""
-    return value + roundoffs * (rounded(site, value) - value)
-
-
-def recurrence(given: dict[str, Any]) -> Callable[[Rounded], dict[str, Tensor]]:
-    """The rule in float64 on the stored inputs, with a place for a rounding at each operand and state."""
-    wide = in_dtype(given, torch.float64)
-    layer: dict[str, Any] = {
-        "A_log": None,
-        "dt_bias": None,
-        "lower_bound": None,
-        "beta_is_logits": True,
-        "qk_l2norm": True,
-    }
-    layer |= {name: wide[name] for name in LAYER if name in wide}
-    q, k, g, beta = transformed(wide["q"], wide["k"], wide["g"], wide["beta"], **layer)
-    # a sum of D products errs like a random walk, by about sqrt(D) roundoffs of the root of its squared terms
-    terms = q.shape[2] ** 0.5
-    bounds = wide["cu_seqlens"].tolist()
-    wanted = given["checkpoints"].tolist() if given.get("checkpoints") is not None else []
-
-    def run(rounded: Rounded) -> dict[str, Tensor]:
-        out, finals = torch.zeros_like(wide["v"]), []
-        kept = wide["initial_state"].new_zeros(len(wanted), *wide["initial_state"].shape[1:])
-        for n, (start, stop) in enumerate(itertools.pairwise(bounds)):
-            state = wide["initial_state"][n]
-            power, unseen = state.square(), torch.zeros_like(state)
-            for t in range(start, stop + 1):
-                if (t - start) % CHUNK == 0 or t == stop:
-                    state, unseen = state + unseen, torch.zeros_like(unseen)
-                for index, place in enumerate(wanted):
-                    if place == [n, t - start]:
-                        kept[index] = state + unseen
-                if t == stop:
-                    break
-                decay = coarse(rounded, "gate", g[t], ELEMENTARY).exp()[:, :, None]
-                state, unseen = decay * state, decay * unseen
-                one = torch.ones_like(beta[t])[:, None]
-                query = rounded("query", q[t]) * coarse(rounded, "norm", one, ELEMENTARY)
-                key = rounded("key", k[t]) * coarse(rounded, "norm", one, ELEMENTARY)
-                # a chunk adds its writes up when it reads them, so its sums err in proportion to the writes
-                power = power * g[t].exp().square()[:, :, None]
-                size = power.sqrt()
-                recalled = rounded("recalled", state) + coarse(rounded, "sum", size, terms) - size
-                told = torch.einsum("hkv,hk->hv", recalled, key)
-                write = coarse(rounded, "write", beta[t], ELEMENTARY)[:, None]
-                error = write * (rounded("value", wide["v"][t]) - told)
-                unseen = unseen + key[:, :, None] * (rounded("error", error) - error)[:, None]
-                state = rounded("state", state + key[:, :, None] * error[:, None])
-                power = power + (key[:, :, None] * error[:, None]).square()
-                size = power.sqrt()
-                read = rounded("read", state + unseen) + coarse(rounded, "sum", size, terms) - size
-                out[t] = wide["scale"] * torch.einsum("hkv,hk->hv", read, query)
-            finals.append(state)
-        return {"out": out[: bounds[-1]], "final state": torch.stack(finals), "checkpoints": kept}
-
-    return run
-
-
-def spreads(given: dict[str, Any], operand: Precision) -> dict[str, Spread]:
-    """The perturbed oracle for a kernel whose products take operands of that format."""
-    sites: dict[str, Precision] = dict.fromkeys(OPERANDS, operand) | dict.fromkeys(OTHERS, "fp32")
-    return perturbed_oracle(recurrence(given), sites, seed=1)
+def tokens_of(given: dict[str, Any]) -> Tokens:
+    """What the perturbed recurrence takes, from arguments of the oracle."""
+    named = dict(zip(TOKENS, layer_of(LAYER | given), strict=True))
+    end = int(given["cu_seqlens"][-1])
+    kept = given["checkpoints"].tolist() if given.get("checkpoints") is not None else []
+    return Tokens(
+        **{name: value[:end] for name, value in named.items()},
+        initial=given["initial_state"].double(),
+        scale=given["scale"],
+        bounds=tuple(given["cu_seqlens"].tolist()),
+        kept=tuple((owner, count) for owner, count in kept),
+    )
 
 
 def failures(
     given: dict[str, Any], answer: tuple[Tensor, Tensor, Tensor], *, operand: Precision = "fp32"
 ) -> dict[str, float]:
     """Gates that an answer ``(out, final_state, checkpoint_states)``, states K-first, does not pass."""
-    bounds = given["cu_seqlens"].tolist()
-    out, final, kept = (x.cpu() for x in answer)
     given = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in given.items()}
-    state = PRECISION_OF_DTYPE[DTYPE_NAMES[final.dtype]]
-    gates = perturbed_gates(
-        {"out": out[: bounds[-1]], "final state": final, "checkpoints": kept},
-        spreads(given, operand),
-        stored={"out": PRECISION_OF_DTYPE[DTYPE_NAMES[out.dtype]], "final state": state, "checkpoints": state},
-        sequences=[slice(start, stop) for start, stop in itertools.pairwise(bounds)],
-    )
-    return {gate.gate: gate.ratio for gate in gates if not gate.ratio <= 1.0}
+    dtypes = [DTYPE_NAMES[x.dtype] for x in (given["q"], *answer[:2])]
+    oracle = KdaOracle(tokens=tokens_of(given), heads=range(given["v"].shape[1]), dtype=dtypes[0], seed=1)
+    out, state = (PRECISION_OF_DTYPE[name] for name in dtypes[1:])
+    contract = Contract(p=operand, out=out, state="fp32", state_store=state)
+    judged = judge_kda(oracle, tuple(x.cpu() for x in answer), contract)
+    return {gate.gate: gate.ratio for gate in judged.gates if not gate.passed}
 
 
 def shape_of(given: dict[str, Any], **options: Any) -> KdaShape:

@@ -76,13 +76,13 @@ def kda_cases(request: CaseRequest, op: str) -> list[Case]:
         dtype, model = draw.dtype(turn), SMALL[turn % len(SMALL)]
         draw.add(family, dtype, _lens(family, turn), model, _form(family, turn))
     for turn, form in enumerate(FORMS):
-        draw.add("normal", draw.dtype(turn + 1), EDGES[turn % len(EDGES)], SMALL[turn % len(SMALL)], form)
+        draw.add("diffuse", draw.dtype(turn + 1), EDGES[turn % len(EDGES)], SMALL[turn % len(SMALL)], form)
     # what only a state in a low format, or of many steps, shows
     draw.add("hold", draw.dtype(0), [350], (1, 2, 8, 16), replace(PLAIN, amplitude=False))
     draw.add("slow", draw.dtype(2), [260, 5], (1, 1, 12, 16), replace(PLAIN, checkpoints="some"))
     draw.add("converged", draw.dtype(0), [24], (1, 1, 64, 16), PLAIN)
-    draw.add("normal", draw.dtype(1), [0, 0, 0], SMALL[0], FORMS[3])
-    draw.add("normal", draw.dtype(2), [40, 0, 17], WIDE, MODEL)
+    draw.add("diffuse", draw.dtype(1), [0, 0, 0], SMALL[0], FORMS[3])
+    draw.add("diffuse", draw.dtype(2), [40, 0, 17], WIDE, MODEL)
     # as much as an interpreted kernel can take
     for turn, family in enumerate(("runs", "slow")):
         draw.add(family, draw.dtype(turn), [[33], [0, 17]][turn], (1, 1, 16, 20), replace(FORMS[turn], initial=True))
@@ -122,13 +122,13 @@ def _full_cases(draw: "_Draw") -> None:
                 # the fused kernels of the models, too long for a CPU
                 draw.add(family, dtype, draw.lens(5, 700), (4, 4, 128, 128), MODEL)
         for lens in EDGES:
-            draw.add("normal", dtype, lens, SMALL[at], FORMS[(at + len(lens)) % len(FORMS)])
+            draw.add("diffuse", dtype, lens, SMALL[at], FORMS[(at + len(lens)) % len(FORMS)])
         form = replace(PLAIN, checkpoints="some", state_layout="VK", layout="projection", amplitude=False)
         draw.add("slow", dtype, [70, 0, 129, 1, 16, 640], (2, 4, 128, 128), form)
-        draw.add("normal", dtype, [90, 0, 33], (1, 2, 60, 100), FORMS[at])
+        draw.add("diffuse", dtype, [90, 0, 33], (1, 2, 60, 100), FORMS[at])
         draw.add("slow", dtype, [8192, 100], (4, 4, 128, 128), replace(MODEL, amplitude=False))
         draw.add("hold", dtype, [4096], (2, 2, 128, 128), replace(MODEL, amplitude=False))
-    draw.add("normal", draw.dtype(2), [1300, 547, 2048, 963, 271, 3063], (32, 32, 128, 128), MODEL)
+    draw.add("diffuse", draw.dtype(2), [1300, 547, 2048, 963, 271, 3063], (32, 32, 128, 128), MODEL)
 
 
 def _nightly_case(draw: "_Draw") -> None:

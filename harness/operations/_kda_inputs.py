@@ -27,9 +27,18 @@ GAP = 24
 
 
 def drawn_tokens(case: Case) -> dict[str, Tensor]:
-    """``q, k, v, g, beta`` in float64, without the tail, and ``initial``, ``[N, HV, K, V]``, ``A_log``, ``dt_bias``."""
+    """``q, k, v, g, beta`` in float64, without the tail, and ``initial``, ``[N, HV, K, V]``, ``A_log``, ``dt_bias``.
+
+    Raises:
+        ValueError: If there is no such family, or value heads are no whole groups.
+    """
     generator = torch.Generator().manual_seed(case.seed)
     sizes = case.sizes
+    if case.family not in FAMILIES:
+        raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {case.family!r}")
+    if sizes["num_v_heads"] % sizes["num_heads"]:
+        heads = sizes["num_heads"]
+        raise ValueError(f"num_v_heads must be a multiple of num_heads {heads}, got {sizes['num_v_heads']}")
     h, hv, d_k, d_v = (sizes[name] for name in ("num_heads", "num_v_heads", "head_dim_k", "head_dim_v"))
     tokens, count = sum(sizes["seq_lens"]), len(sizes["seq_lens"])
 
@@ -43,7 +52,7 @@ def drawn_tokens(case: Case) -> dict[str, Tensor]:
     found["initial"] = 0.4 * normal(count, hv, d_k, d_v) * torch.linspace(0.2, 1.0, d_k).double()[:, None]
     if case.family in (EXACT, NEAR_EXACT):
         _one_hot(found, generator)
-    elif case.family != "normal":
+    elif case.family != "diffuse":
         _FAMILIES[case.family](found, sizes, generator)
     if not sizes["qk_l2norm"] and case.family != EXACT:
         # longer keys would let the state grow
@@ -148,7 +157,7 @@ _FAMILIES = {
     "forgetting": _plain,
     "poisoned": _plain,
 }
-FAMILIES = ("normal", *_FAMILIES, EXACT, NEAR_EXACT)
+FAMILIES = ("diffuse", *_FAMILIES, EXACT, NEAR_EXACT)
 
 
 def _one_hot(found: dict[str, Tensor], generator: torch.Generator) -> None:

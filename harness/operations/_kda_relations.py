@@ -24,7 +24,7 @@ from ..record import GateResult, Location
 from ._kda_inputs import TOKENS
 
 # they are about layout, not values: one family asks them
-FAMILIES = ("normal",)
+FAMILIES = ("diffuse",)
 
 
 def ask_kda(case: Case, arguments: dict[str, Any], ask: Ask, first: Answer, contract: Contract) -> Rearranged | None:

@@ -13,7 +13,7 @@ from ._kda_inputs import EXACT, NEAR_EXACT
 NIGHTLY_CASES = 30
 CPU_ELEMENTS = 1 << 20
 # those that say something in a few tokens
-FAMILIES = ("normal", "slow", "fast", "converged", "tiny", "forgetting", "runs", EXACT, NEAR_EXACT)
+FAMILIES = ("diffuse", "slow", "fast", "converged", "tiny", "forgetting", "runs", EXACT, NEAR_EXACT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,17 +75,17 @@ def kda_step_cases(request: CaseRequest, op: str) -> list[Case]:
     for turn, family in enumerate(FAMILIES):
         draw.add(family, draw.dtype(turn), 1 + turn % (len(LENS) - 1), SMALL[turn % len(SMALL)], _form(family, turn))
     for turn, form in enumerate(FORMS):
-        draw.add("normal", draw.dtype(turn + 1), turn % len(LENS), SMALL[turn % len(SMALL)], form)
+        draw.add("diffuse", draw.dtype(turn + 1), turn % len(LENS), SMALL[turn % len(SMALL)], form)
     # what an interpreted kernel can take
     for turn in range(2):
         draw.add("slow", draw.dtype(turn), 1, (1, 1, 16, 20), (FORMS[0], PLAIN)[turn])
-    draw.add("normal", draw.dtype(2), 3, (1, 1, 128, 128), FORMS[3])
+    draw.add("diffuse", draw.dtype(2), 3, (1, 1, 128, 128), FORMS[3])
     if request.tier != "smoke":
         for at, dtype in enumerate(request.dtypes):
             for turn, family in enumerate(FAMILIES):
                 draw.add(family, dtype, (turn + at) % len(LENS), SMALL[(turn + at) % len(SMALL)], _form(family, at))
             for turn, form in enumerate(FORMS):
-                draw.add("normal", dtype, turn % len(LENS), (2, 4, 128, 128), form)
+                draw.add("diffuse", dtype, turn % len(LENS), (2, 4, 128, 128), form)
                 draw.add("slow", dtype, 4, (1, 2, 60, 100), form)
             draw.batch("slow", dtype, [1 + at % 4 for at in range(64)], 4, (32, 32, 128, 128), PLAIN)
     if request.tier == "nightly":

@@ -103,7 +103,7 @@ class KdaStep:
         self, case: Case, arguments: dict[str, Any], ask: Ask, first: Answer, contract: Contract
     ) -> Rearranged | None:
         """The same step on a pool whose slots lie elsewhere, full of other things where nobody looks: equal bits."""
-        if case.family != "normal" or not contract.deterministic:
+        if case.family != "diffuse" or not contract.deterministic:
             return None
         (out, pool), written = ask(case, moved(arguments)), written_slots(case)
         same = same_bits(out, first[0]) and same_bits(pool.roll(-1, 0)[written], first[1][written])
