@@ -77,6 +77,7 @@ def test_a_selection_leaves_states_alone(folder: Path) -> None:
     whole = made(folder, attention="mla_prefill", step="4")
     kept = made(folder, **options, budget="11")
     assert [one.ids for one in generated(kept)] == [one.ids for one in generated(whole)]
+    torch.testing.assert_close(values(scored(kept)), values(scored(whole)), rtol=0, atol=1e-4)
     few = generated(made(folder, **options, budget="4"), PROMPTS[:1], min_new_tokens=2)[0]
     assert few.kernel_calls["select/h2o_probability"] == 1
 
