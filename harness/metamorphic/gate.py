@@ -33,7 +33,7 @@ from ..operation import AttentionOperation, Inputs, Kernel
 from ..phases import phase
 from ..poison import poisoned_allocations, same_bits
 from ..record import GateResult, Location
-from . import attention, masked_mha, mla_prefill
+from . import attention, masked_mha, mla_prefill, sparse_mla
 from .moves import Moves, Part
 from .relations import RELATIONS, Question, Scene, scaled_back
 
@@ -41,6 +41,7 @@ MOVES: dict[str, Moves] = {
     "attention": attention.MOVES,
     "masked_mha": masked_mha.MOVES,
     "mla_prefill": mla_prefill.MOVES,
+    "sparse_mla": sparse_mla.MOVES,
 }
 # elements [rows, keys, dims] of a rearranged case that the oracle answers for; above it rows are sampled
 ROW_BUDGET = 1 << 26
@@ -227,7 +228,8 @@ def _same_bits(question: Question, got: tuple[Answer, ...], first: Answer, contr
     """What bits say of an answer; None if they do not decide."""
     if question.bits == "need not":
         return None
-    for name, new, old in zip(("out", "lse"), got[0], first, strict=True):
+    names = ("out", "lse", "max_logits")[: len(first)]
+    for name, new, old in zip(names, got[0], first, strict=True):
         rows, place = question.rows.to(old.device), question.place.to(new.device)
         if new.shape[1:] != old.shape[1:] or new.dtype != old.dtype or len(new) < len(rows):
             text = f"{name} must be {old.dtype} with {len(rows)} rows, got {new.dtype} {tuple(new.shape)}"
@@ -266,7 +268,7 @@ def _judged(
     conventions: Conventions,
 ) -> GateResult:
     """The worst gate of an answer to a rearranged case; requests with a token that does not count are left out."""
-    (case, inputs), (out, lse) = question.whole, _merged(got)
+    (case, inputs), (out, lse, *more) = question.whole, _merged(got)
     outline = operation.outline(case)
     if out.shape != (outline.num_tokens, outline.num_heads, outline.d_v):
         text = f"out must have {outline.num_tokens} rows, got shape {tuple(out.shape)}"
@@ -286,9 +288,10 @@ def _judged(
         # what each call hands out is rounded to its output, however fine the parts are that it merges itself
         stored = max((contract.splits_store or contract.out, contract.out), key=UNIT_ROUNDOFF.__getitem__)
         contract = contract.promising(splits_store=stored, splits=splits)
-    gates = [] if left_out else nonfinite_gates(out, lse, outline)
+    gates = [] if left_out else nonfinite_gates(out, lse, outline, *more)
+    highest = more[0] if more else None
     with phase("oracle", out.device):
-        tally = judge(out, lse, chosen, contract=contract, family=case.family)
+        tally = judge(out, lse, chosen, contract=contract, family=case.family, max_logits=highest)
     gates += tally.results()
     worst = max(gates, key=lambda gate: gate.ratio, default=GateResult(gate="", ratio=0.0))
     text = "" if worst.passed else worst.text or f"{worst.gate} {worst.ratio:.3g} x its limit"

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -48,18 +48,20 @@ class Moves:
         alone: One request by itself, and the tokens of ``out`` that its answer must repeat.
         last_query: The last query of one request by itself, likewise; None where that changes the arithmetic.
         relabel: Give physical places other names, in place.
+        company: Whether a row must keep its bits whatever its neighbours hold, or only may.
     """
 
     query_lens: Callable[[Case], list[int]]
     key_lens: Callable[[Case], list[int]]
-    permute: Callable[[Case, Inputs, list[int]], Case]
+    permute: Callable[[Case, Inputs, list[int]], Case] | None
     poison: Callable[[Case, Inputs, set[int], float], None]
     largest_value: Callable[[dict[str, Any]], float]
     scale_values: Callable[[dict[str, Any], float], None]
-    split: Callable[[Case, Inputs, torch.Generator], Split | None]
-    alone: Callable[[Case, Inputs, int], tuple[Part, slice]]
+    split: Callable[[Case, Inputs, torch.Generator], Split | None] | None
+    alone: Callable[[Case, Inputs, int], tuple[Part, slice]] | None
     last_query: Callable[[Case, Inputs, int], tuple[Part, slice]] | None = None
     relabel: Callable[[Inputs, torch.Generator], None] | None = None
+    company: Literal["must", "may"] = "must"
 
 
 def placed(ledger: Ledger, name: str, content: Tensor, like: Tensor) -> Tensor:

@@ -91,8 +91,8 @@ def _relabel(scene: Scene) -> Iterator[Question]:
         scene.moves.relabel(scene.inputs, scene.generator(1))
     if scene.moves.relabel is not None or scene.paged:
         # pages are drawn from the seed of the case: other pages, the same contents
-        elsewhere = replace(scene.case, seed=scene.case.seed + 1), scene.inputs
-        yield scene.question(parts=(elsewhere,))
+        case = replace(scene.case, seed=scene.case.seed + 1) if scene.paged else scene.case
+        yield scene.question(parts=((case, scene.inputs),))
 
 
 def _unused_content(scene: Scene) -> Iterator[Question]:
@@ -108,7 +108,7 @@ def _poisoned_neighbours(scene: Scene) -> Iterator[Question]:
         rows = ((owners % 2 == parity) & scene.defined).nonzero()[:, 0]
         if count > 1 and len(rows):
             scene.moves.poison(scene.case, scene.inputs, set(range(1 - parity, count, 2)), math.nan)
-            yield scene.question(rows=rows, place=rows)
+            yield scene.question(rows=rows, place=rows, bits=scene.moves.company)
 
 
 def _scale_values(scene: Scene) -> Iterator[Question]:
@@ -131,7 +131,7 @@ def _permute(scene: Scene) -> Iterator[Question]:
     if order == sorted(order):
         order.reverse()
     # which request sees the NaN of a case is said by its lengths, and those are permuted, too
-    if len(order) < 2 or not bool(scene.defined.all()):
+    if scene.moves.permute is None or len(order) < 2 or not bool(scene.defined.all()):
         return
     case = scene.moves.permute(scene.case, scene.inputs, order)
     tokens = torch.arange(len(scene.requests)).split(query_lens)
@@ -140,7 +140,7 @@ def _permute(scene: Scene) -> Iterator[Question]:
 
 
 def _split(scene: Scene) -> Iterator[Question]:
-    split = scene.moves.split(scene.case, scene.inputs, scene.generator(3))
+    split = scene.moves.split and scene.moves.split(scene.case, scene.inputs, scene.generator(3))
     if split is not None:
         yield scene.question(parts=split.parts, whole=split.whole, ends=split.ends, bits="need not")
 
