@@ -29,9 +29,9 @@ class Indexer:
     """See ``harness.operation.Operation``; the oracle is ``reference.indexer.indexer``."""
 
     name = "indexer"
-    arguments = ("q", "k", "weights", "topk", "cu_seqlens_q", "cu_seqlens_k")
+    arguments: tuple[str, ...] = ("q", "k", "weights", "topk", "cu_seqlens_q", "cu_seqlens_k")
     optional_arguments: tuple[str, ...] = ()
-    results = ("topk_indices", "topk_scores")
+    results: tuple[str, ...] = ("topk_indices", "topk_scores")
 
     def cases(self, request: CaseRequest) -> list[Case]:
         """See ``_indexer_cases``."""

@@ -25,10 +25,10 @@ class TopkMask:
     """See ``harness.operation.Operation``; the oracle is ``reference.topk_mask``, its mask and its map."""
 
     name = "topk_mask"
-    arguments = ("indices", "cu_seqlens_q", "key_lens", "key_starts", "tile", "max_bytes")
+    arguments: tuple[str, ...] = ("indices", "cu_seqlens_q", "key_lens", "key_starts", "tile", "max_bytes")
     # a kernel without a map refuses the cases that ask for one; the cap is a matter of the host's
-    optional_arguments = ("tile", "max_bytes")
-    results = ("mask", "tile_map")
+    optional_arguments: tuple[str, ...] = ("tile", "max_bytes")
+    results: tuple[str, ...] = ("mask", "tile_map")
 
     def cases(self, request: CaseRequest) -> list[Case]:
         """See ``_topk_mask_cases``."""
