@@ -14,7 +14,10 @@ from .plan import DTYPES, TIERS, UsageError
 from .record import Record
 from .shard import Shard
 
-GEOMETRY_SIZES = {"mla_prefill": ("R", "Dn", "Dr", "Dv"), "attention": ("Dq", "Dv")}
+GEOMETRY_SIZES = {
+    "mla_prefill": ("R", "Dn", "Dr", "Dv"),
+    **dict.fromkeys(("attention", "sparse_mla"), ("Dq", "Dv")),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,11 @@ GOLDEN = {
         "token_selection-deep-float16-11661c47",
         "token_selection-near-bfloat16-743e9e93",
     ),
+    "sparse_mla": (
+        "sparse_mla-diffuse-float32-6021669a",
+        "sparse_mla-peaked-bfloat16-28e3bf9f",
+        "sparse_mla-constant-v-bfloat16-b8306e4a",
+    ),
     "topk_mask": (
         "topk_mask-diffuse-float32-69a5d2f5",
         "topk_mask-outside-float32-fca3a292",
@@ -53,6 +58,7 @@ GOLDEN = {
 DIGESTS = {
     "token_scores": "d7f057b36baa",
     "token_selection": "903e991565a3",
+    "sparse_mla": "383721b80dae",
     "topk_mask": "82c57999d085",
     "indexer": "f4b78d59900f",
     "attention": "1d18557ad89b",

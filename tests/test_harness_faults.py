@@ -37,6 +37,7 @@ FAMILIES = {
     "mla_prefill": OPS,
     "snapkv_h2o": ("token_scores", "token_selection"),
     "masked_mha": ("topk_mask", "indexer"),
+    "sparse_mla": ("sparse_mla",),
 }
 EVERY_OP = tuple(op for ops in FAMILIES.values() for op in ops)
 TWINS = {"attention": attention_twin, "mla_prefill": mla_prefill_twin}
@@ -51,7 +52,7 @@ def smoke_cases(op: str) -> list[Case]:
 
 
 def subset(cases: list[Case]) -> list[Case]:
-    if cases[0].op not in OPS:
+    if cases[0].op not in (*OPS, "sparse_mla"):
         # few enough, and of one dtype each
         return cases
     first = {(case.family, case.dtype): case.id for case in reversed(cases)}

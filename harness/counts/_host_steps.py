@@ -55,10 +55,35 @@ def _indexer(query_lens: list[int], key_lens: list[int]) -> dict[str, Any]:
     return {"num_heads": 2, "head_dim": 128, "topk": 16, "layout": "packed"} | lens
 
 
+def _sparse_mla(query_lens: list[int], context_lens: list[int], **given: str) -> dict[str, Any]:
+    # DeepSeek-V3.2: rows of 576 columns, the first 512 of which are values
+    widths = {"num_heads": 2, "d_qk": 576, "d_v": 512, "softmax_scale": 0.0721, "topk": 64}
+    lists = {"source": "uniform", "order": "shuffled", "holes": "none", "repeats": "none", "tail": "padding"}
+    lens = {"query_lens": query_lens, "context_lens": context_lens, "layout": "packed"}
+    return widths | lists | lens | {"lengths": "all", "sink": "none"} | given
+
+
+def _kda(seq_lens: list[int], gate: str, **given: Any) -> dict[str, Any]:
+    # as many channels as in the models, states in float32, value columns first
+    widths = {"num_heads": 2, "num_v_heads": 2, "head_dim_k": 128, "head_dim_v": 128, "scale": 0.0884}
+    layer = {"gate": gate, "bound": 5.0, "amplitude": True, "beta_is_logits": True, "qk_l2norm": True}
+    memory = {"state_dtype": "float32", "state_layout": "VK", "offsets": "int32", "layout": "projection", "tail": 0}
+    return widths | layer | memory | {"seq_lens": seq_lens} | given
+
+
+def _kda_step(seq_lens: list[int], columns: int) -> dict[str, Any]:
+    pool = {"columns": columns, "accepted": "sweep", "pool": "packed", "padding": 0, "dropped": False}
+    return _kda(seq_lens, "bounded") | pool
+
+
 _LLAMA = {"num_heads": 8, "num_kv_heads": 2, "d_qk": 128, "d_v": 128}
 _DEEPSEEK = {"num_heads": 2, "num_kv_heads": 2, "d_qk": 192, "d_v": 128}
 
 _STEPS: dict[str, dict[str, dict[str, Any]]] = {
+    "sparse_mla": {
+        "3 requests": _sparse_mla([5, 1, 16], [69, 1, 48]),
+        "3 requests, lengths and sinks": _sparse_mla([5, 1, 16], [69, 1, 48], lengths="ragged", sink="finite"),
+    },
     "attention": {
         "4 requests": _attention([1, 5, 64, 33], [1, 5, 64, 33], causal=True, **_LLAMA),
         "1 pass over history": _attention([64], [128], causal=False, **_DEEPSEEK),

@@ -5,7 +5,7 @@ from typing import cast
 
 from ..operation import Operation
 
-NAMES = ("attention", "mla_prefill", "token_scores", "token_selection", "topk_mask", "indexer")
+NAMES = ("attention", "mla_prefill", "token_scores", "token_selection", "topk_mask", "indexer", "sparse_mla")
 
 
 def load(name: str) -> Operation:

@@ -14,6 +14,8 @@ Sizes = dict[str, Any]
 
 # lengths, slots and their sums are int32 in the arguments
 END = 2**31
+# of one latent row
+MOST_HEADS = 128
 
 
 def checked_sizes(given: Sizes, own_cases: Sequence[Case]) -> Sizes:
@@ -115,6 +117,12 @@ def _queries_within_context(sizes: Sizes) -> None:
         _require(f"context_lens[{at}]", context, queries <= context, what)
 
 
+def _values_within_rows(sizes: Sizes) -> None:
+    what = f"at most d_qk {sizes['d_qk']}, whose leading columns they are"
+    _require("d_v", sizes["d_v"], sizes["d_v"] <= sizes["d_qk"], what)
+    _require("num_heads", sizes["num_heads"], sizes["num_heads"] <= MOST_HEADS, f"at most {MOST_HEADS}")
+
+
 def _keys_within_mask(sizes: Sizes) -> None:
     behind = [start + length for start, length in zip(sizes["key_starts"], sizes["key_lens"], strict=True)]
     bits = 32 * sizes["mask_words"]
@@ -132,6 +140,7 @@ RELATIONS: dict[str, tuple[Callable[[Sizes], None], ...]] = {
     "attention": (_whole_groups,),
     "masked_mha": (_whole_groups, _keys_within_mask),
     "mla_prefill": (_queries_within_context,),
+    "sparse_mla": (_queries_within_context, _values_within_rows),
     "token_scores": (_queries_within_context,),
     "topk_mask": (_tile_or_none,),
 }
