@@ -26,6 +26,7 @@ PLAIN_LAYOUT = {
     "masked_mha": "packed",
     "topk_mask": "packed",
     "indexer": "packed",
+    "sparse_mla": "packed",
 }
 PLAIN_FAMILY = "diffuse"
 # products of tokens, heads and dimensions below which a case is no burden for a CPU
