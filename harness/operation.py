@@ -148,7 +148,7 @@ class Outline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOutline:
-    """An ``Outline``: ``out``, ``[T, H, Dv]``, ``lse``, ``[T, H]``, and, of some operations, ``max_logits``, ``[T, H]``.
+    """An ``Outline``: ``out``, ``[T, H, Dv]``, ``lse``, ``[T, H]``, and of some operations ``max_logits``, ``[T, H]``.
 
     Attributes:
         num_tokens: ``T``.
