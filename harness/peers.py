@@ -63,7 +63,12 @@ LIBRARIES = (
     ),
     Library(name="FlashAttention 4", homes={"flash_attn.cute": ("flash-attn-4",)}, serves=_DENSE, provider="fa4"),
     Library(name="FlashInfer", homes={"flashinfer": ("flashinfer-python",)}, serves=_DENSE, provider="flashinfer"),
-    Library(name="FlashMLA", homes={"flash_mla": ("tokenspeed-flashmla", "flash-mla")}, serves=("sparse_mla",)),
+    Library(
+        name="FlashMLA",
+        homes={"flash_mla": ("tokenspeed-flashmla", "flash-mla")},
+        serves=("sparse_mla",),
+        provider="flashmla",
+    ),
     Library(name="FlashKDA", homes={"flash_kda": ("tokenspeed-flashkda", "flash-kda")}, serves=("kda",)),
     Library(
         name="flash-linear-attention", homes={"fla": ("fla-core", "flash-linear-attention")}, serves=("kda", "kda_step")

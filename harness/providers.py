@@ -10,7 +10,7 @@ INTERPRETED_TILES = 400
 INTERPRETED_TILE = 64
 
 _HOUSE = ("torch", "sdpa", "triton")
-_OTHERS = [library for library in LIBRARIES if library.provider not in (*_HOUSE, None)]
+_OTHERS = [lib for lib in LIBRARIES if "attention" in lib.serves and lib.provider not in (*_HOUSE, None)]
 # part of torch, so always found, but no kernels of the house
 BY_NAME = tuple(str(library.provider) for library in _OTHERS if library.needs_naming)
 
