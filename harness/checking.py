@@ -40,6 +40,7 @@ def check(
     max_seconds: float | None = None,
     *,
     case: str | None = None,
+    captured: Path | str | None = None,
     waivers: Path | str | None = None,
     strict_skips: bool = False,
 ) -> Summary:
@@ -55,6 +56,7 @@ def check(
         families: Only these; all if None.
         max_seconds: Start no case after so long; what is left is counted in the summary.
         case: Only the case whose id ends so.
+        captured: Folder of ``assay eval capture``, whose calls are judged instead of the tier's cases.
         waivers: TOML file of known faults; see ``harness.waivers``.
         strict_skips: Whether a case that the kernel does not serve is a failure.
 
@@ -69,7 +71,17 @@ def check(
         RuntimeError: If the judge itself failed; that says nothing about the kernel.
     """
     __tracebackhide__ = True
-    run = _Run(fn, op, tier=tier, device=device, dtypes=dtypes, seed=seed, families=families, case=case)
+    run = _Run(
+        fn,
+        op,
+        tier=tier,
+        device=device,
+        dtypes=dtypes,
+        seed=seed,
+        families=families,
+        case=case,
+        captured=captured,
+    )
     known, today = [] if waivers is None else load_waivers(Path(waivers)), datetime.now(UTC).date()
     originals = run.judge(max_seconds)
     records = [apply(record, known, today) for record in originals]
@@ -101,11 +113,13 @@ class _Run:
         seed: int | None,
         families: Iterable[str] | None,
         case: str | None,
+        captured: Path | str | None,
     ) -> None:
         from .discovery import load_operation
         from .options import resolve_device, seed_of
 
         self._fn, self._tier, self._device_name, self._case = fn, tier, device, case
+        self._captured = None if captured is None else Path(captured)
         self._seed = seed_of(tier, seed)
         self._dtypes, self._families = _texts("dtypes", dtypes), _texts("families", families)
         self._op = _operation_name(fn, op)
@@ -118,7 +132,8 @@ class _Run:
     @property
     def everything(self) -> bool:
         """Whether all cases of the tier are planned."""
-        return self._dtypes is None and self._families is None and self._case is None
+        narrowed = (self._dtypes, self._families, self._case, self._captured)
+        return all(one is None for one in narrowed)
 
     @property
     def size(self) -> int:
@@ -181,6 +196,8 @@ class _Run:
         options = {"case": record.case["id"], "tier": self._tier, "seed": self._seed, "device": self._device_name}
         if self._dtypes is not None:
             options["dtypes"] = list(self._dtypes)
+        if self._captured is not None:
+            options["captured"] = str(self._captured)
         fn = repr(self._fn) if isinstance(self._fn, str) else declaration_of(self._fn).name
         return f"check({fn}, {self._op!r}, {', '.join(f'{name}={value!r}' for name, value in options.items())})"
 
@@ -195,7 +212,8 @@ class _Run:
         if unknown:
             raise ValueError(f"dtypes must be among {', '.join(DTYPES)}, got {unknown[0]!r}")
         request = CaseRequest(tier=self._tier, seed=self._seed, dtypes=dtypes)
-        cases = plan_cases([self._operation], request, Selection())
+        selection = Selection(captured=self._captured, captured_dtypes=self._dtypes or ())
+        cases = plan_cases([self._operation], request, selection)
         if self._families is not None:
             known = sorted({case.family for case in cases})
             unknown = [family for family in self._families if family not in known]

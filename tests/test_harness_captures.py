@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from typer.testing import CliRunner
 
+from assay import harness
 from assay.harness import operations
 from assay.harness.captures import CaptureError, captured_cases, read_captures, write_capture
 from assay.harness.cli import app
@@ -149,6 +150,27 @@ def test_a_kernel_of_yours_is_judged_and_its_failure_kept(folder: Path, tmp_path
     replayed = RUNNER.invoke(app, ["replay", str(capsule), "--device", "cpu"])
     assert replayed.exit_code == 1, replayed.output
     assert "as recorded" in replayed.output
+
+
+def test_captured_calls_are_judged_from_a_test_of_ones_own(folder: Path) -> None:
+    names = ("cu_seqlens", "slot_table", "request_rows", "context_lens")
+
+    def exact(q: Tensor, kv_c: Tensor, k_pe: Tensor, kv_b_proj: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
+        integers = {name: rest[name].long() for name in names}
+        tensors = (tensor.double() for tensor in (q, kv_c, k_pe, kv_b_proj))
+        out, lse = mla_prefill(*tensors, softmax_scale=rest["softmax_scale"], **integers)
+        return out.to(q.dtype), lse.float()
+
+    def halved(q: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
+        out, lse = exact(q, **rest)
+        return out / 2, lse
+
+    summary = harness.check(exact, "mla_prefill", device="cpu", captured=folder)
+    assert [record.case["family"] for record in summary.records] == ["captured"]
+    with pytest.raises(harness.KernelRejected, match=rf"captured='{folder}'"):
+        harness.check(halved, "mla_prefill", device="cpu", captured=str(folder), dtypes=["float32"])
+    with pytest.raises(ValueError, match="captures must be in a folder"):
+        harness.check(exact, "mla_prefill", device="cpu", captured=folder / "none")
 
 
 def test_other_dtypes_are_rounded_to_where_they_hold_the_values(folder: Path) -> None:
