@@ -200,7 +200,9 @@ def test_smollm2_converted_is_the_model_that_it_was(tmp_path: Path) -> None:
     prompt = tuple(original.tokenizer.encode("The capital of France is", special=True))
     target = tuple(original.tokenizer.encode(" Paris. It lies on the river Seine.", special=False))
     first = values(scored(original, [prompt], [target]))
-    for frequencies, tolerance in (("32", 1e-3), ("24", 1.0)):
-        options = {"rope_frequencies": frequencies, "attention": "mla_prefill", "chunk": "4"}
-        converted = load_model("hf", cache | options)
+    forms = ({"rope_frequencies": "32"}, 1e-3), ({"rope_frequencies": "24"}, 1.0), ({"geometry": "deepseek"}, 1.0)
+    for form, tolerance in forms:
+        converted = load_model("hf", cache | form | {"attention": "mla_prefill", "chunk": "4"})
         torch.testing.assert_close(values(scored(converted, [prompt], [target])), first, rtol=0, atol=tolerance)
+        assert generated(converted, [prompt], max_new_tokens=2)[0].text == " Paris."
+    assert converted.describe()["geometry"] == "512/128/64/128"
