@@ -16,7 +16,7 @@ from .shard import Shard
 
 GEOMETRY_SIZES = {
     "mla_prefill": ("R", "Dn", "Dr", "Dv"),
-    **dict.fromkeys(("attention", "sparse_mla"), ("Dq", "Dv")),
+    **dict.fromkeys(("attention", "masked_mha", "sparse_mla"), ("Dq", "Dv")),
 }
 
 

@@ -49,6 +49,11 @@ GOLDEN = {
         "indexer-exact-dead-float16-6855af63",
         "indexer-large-float16-2b4833b9",
     ),
+    "masked_mha": (
+        "masked_mha-diffuse-float32-42628fab",
+        "masked_mha-exact-one-hot-float16-17dc5b96",
+        "masked_mha-exact-one-hot-float32-713ec4dd",
+    ),
     "mla_prefill": (
         "mla_prefill-diffuse-float32-63cca00f",
         "mla_prefill-exact-uniform-float16-02641cf9",
@@ -62,6 +67,7 @@ DIGESTS = {
     "topk_mask": "82c57999d085",
     "indexer": "f4b78d59900f",
     "attention": "1d18557ad89b",
+    "masked_mha": "f1c342aaeaa5",
     "mla_prefill": "c525ffc48876",
 }
 

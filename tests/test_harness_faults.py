@@ -36,7 +36,7 @@ OPS = ("attention", "mla_prefill")
 FAMILIES = {
     "mla_prefill": OPS,
     "snapkv_h2o": ("token_scores", "token_selection"),
-    "masked_mha": ("topk_mask", "indexer"),
+    "masked_mha": ("masked_mha", "topk_mask", "indexer"),
     "sparse_mla": ("sparse_mla",),
 }
 EVERY_OP = tuple(op for ops in FAMILIES.values() for op in ops)
@@ -52,7 +52,7 @@ def smoke_cases(op: str) -> list[Case]:
 
 
 def subset(cases: list[Case]) -> list[Case]:
-    if cases[0].op not in (*OPS, "sparse_mla"):
+    if cases[0].op not in (*OPS, "sparse_mla", "masked_mha"):
         # few enough, and of one dtype each
         return cases
     first = {(case.family, case.dtype): case.id for case in reversed(cases)}
@@ -210,8 +210,11 @@ def test_each_row_of_the_catalogue_is_planted_or_left_out_with_a_reason(family: 
     planted = {op: {row for fault in load(op)[0] for row in fault.rows if row.startswith("FC-")} for op in EVERY_OP}
     left_out = {op: {entry.row: entry.reason for entry in faults.not_applicable(op)} for op in EVERY_OP}
     covered = set().union(*(planted[op] for op in FAMILIES[family]))
+    excused = set().union(*(left_out[op] for op in FAMILIES[family]))
     assert rows
-    assert covered | set().union(*(left_out[op] for op in FAMILIES[family])) == rows
+    assert excused <= rows <= covered | excused
+    # faults of any attention are filed under mla_prefill, wherever they are planted
+    assert covered <= {row["id"] for row in faults.catalogue()}
     for op in FAMILIES[family]:
         assert planted[op] & set(left_out[op]) == set()
         assert all(left_out[op].values())

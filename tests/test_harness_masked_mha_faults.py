@@ -72,7 +72,7 @@ TELLING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "map_of_tiles_over_requests": (
         FROM_0
         | {"query_lens": [9, 40], "key_lens": [20, 80], "query_starts": [11, 40]}
-        | {"key_holes": [64, 32], "selection_seeds": [6, 7]},
+        | {"key_holes": [64, 32], "selection_seeds": [6, 1]},
         alone(key_holes=[32]),
     ),
     "k_read_as_contiguous": (alone(layout="beside"), alone()),

@@ -43,6 +43,14 @@ def _token_scores(mode: str, **candidates: int) -> dict[str, Any]:
     return _mla_prefill([5, 1, 16], [69, 1, 48], 16) | seen | first_and_last | candidates
 
 
+def _masked_mha(query_lens: list[int], context_lens: list[int], first_keys: list[int]) -> dict[str, Any]:
+    starts = [context - queries for queries, context in zip(query_lens, context_lens, strict=True)]
+    keys = [context - first for first, context in zip(first_keys, context_lens, strict=True)]
+    places = {"query_lens": query_lens, "key_lens": keys, "query_starts": starts, "key_starts": first_keys}
+    bits = {"mask_words": 3, "selection_seeds": [1] * len(starts), "key_holes": [0] * len(starts)}
+    return places | bits | {"softmax_scale": 0.0721, "layout": "beside"}
+
+
 def _topk_mask(query_lens: list[int], context_lens: list[int], chunk: int) -> dict[str, Any]:
     # a chunk that begins within a word, and the tile of the kernel that reads the mask
     tile = {"tile_queries": 64, "tile_keys": 64, "layout": "packed", "exact_cap": False}
@@ -80,6 +88,10 @@ _LLAMA = {"num_heads": 8, "num_kv_heads": 2, "d_qk": 128, "d_v": 128}
 _DEEPSEEK = {"num_heads": 2, "num_kv_heads": 2, "d_qk": 192, "d_v": 128}
 
 _STEPS: dict[str, dict[str, dict[str, Any]]] = {
+    "masked_mha": {
+        "3 requests": _masked_mha([5, 1, 16], [69, 1, 48], [0, 0, 0]) | _DEEPSEEK,
+        "3 requests, chunks": _masked_mha([5, 1, 16], [69, 1, 48], [33, 0, 17]) | _DEEPSEEK,
+    },
     "sparse_mla": {
         "3 requests": _sparse_mla([5, 1, 16], [69, 1, 48]),
         "3 requests, lengths and sinks": _sparse_mla([5, 1, 16], [69, 1, 48], lengths="ragged", sink="finite"),

@@ -60,13 +60,14 @@ def map_of_a_chunk_from_its_first_key(**arguments: Any) -> State:
 
 @planted(OP, NUMERIC, NONFINITE, source="rows of the map counted over the whole batch")
 def map_of_tiles_over_requests(**arguments: Any) -> State:
-    """Tiles of the map run on from one request to the next, those of the kernel begin anew."""
+    """The map cuts the whole batch into tiles of queries, the kernel counts those of each request."""
+    lengths = arguments["cu_seqlens_q"].diff().tolist()
 
     def packed(mask: Tensor, span: Span) -> Tensor:
         tiles = torch.stack([part.any(0) for part in (mask != 0).split(TILE_QUERIES)])
-        first = span.queries.start // TILE_QUERIES
-        own = tiles[first : first + -(-span.num_queries // TILE_QUERIES)]
-        return own if len(own) else tiles[:0]
+        counts = [-(-n // TILE_QUERIES) for n in lengths]
+        rows = sum(counts[: span.request]) + torch.arange(counts[span.request])
+        return tiles[rows.clamp(max=len(tiles) - 1)]
 
     return skipping(arguments, packed)
 

@@ -12,7 +12,7 @@ from ..plugin import kernel
 from . import _softmax, variant
 from ._attention_variants import stored_in_parts
 from ._chunked import NEVER, State, softmax
-from ._masked import Span, masked_twin, unpacked, word_by_word, words
+from ._masked import Span, masked_twin, word_by_word, words
 from ._masked_memory import skipping, tiles_with_bits
 from ._softmax import Online, even_tiles
 
@@ -29,12 +29,6 @@ def clean(**arguments: Any) -> State:
 def tiles_of_13(**arguments: Any) -> State:
     """Online softmax over a tile size that divides nothing."""
     return masked_twin(arguments, softmax=Online(tiles=even_tiles(13)))
-
-
-@variant(OP)
-def tiles_of_64(**arguments: Any) -> State:
-    """Online softmax over the usual tile size."""
-    return masked_twin(arguments, softmax=Online(tiles=even_tiles(64)))
 
 
 @variant(OP)
@@ -59,16 +53,6 @@ def read_byte_by_byte(**arguments: Any) -> State:
         return (octets[:, key >> 3] >> (key & 7)) & 1 == 1
 
     return masked_twin(arguments, bits=bytewise)
-
-
-@variant(OP)
-def unpacked_before(**arguments: Any) -> State:
-    """The whole mask is a table of booleans first."""
-
-    def table(words: Tensor, first_key: int, num_keys: int) -> Tensor:
-        return unpacked(words, first_key + num_keys)[:, first_key:]
-
-    return masked_twin(arguments, bits=table)
 
 
 @variant(OP)

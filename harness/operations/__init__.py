@@ -5,7 +5,16 @@ from typing import cast
 
 from ..operation import Operation
 
-NAMES = ("attention", "mla_prefill", "token_scores", "token_selection", "topk_mask", "indexer", "sparse_mla")
+NAMES = (
+    "attention",
+    "mla_prefill",
+    "token_scores",
+    "token_selection",
+    "topk_mask",
+    "indexer",
+    "sparse_mla",
+    "masked_mha",
+)
 
 
 def load(name: str) -> Operation:

@@ -45,6 +45,11 @@ def masked_mha_cases(request: CaseRequest, op: str) -> list[Case]:
     draw.add("ramp-v", draw.dtype(2), single, heads=(2, 1))
     draw.small("overflow", draw.dtype(1), chunk=True)
     draw.small("nonfinite-v", draw.dtype(0), layout="beside")
+    # tiles of queries that begin with their request, at no multiple of their size, with few keys in common
+    skewed = Batch(query_lens=[9, 40, 23, 37], context_lens=[30, 190, 150, 230])
+    draw.add("diffuse", draw.dtype(2), skewed, heads=(2, 1), holes=True)
+    # few enough tiles for keys in chunks to be interpreted, too
+    draw.add("exact-one-hot", draw.dtype(0), Batch(query_lens=[3], context_lens=[50]), heads=(1, 1), layout="beside")
     if request.tier != "smoke":
         _full_cases(draw)
     if request.tier == "nightly":

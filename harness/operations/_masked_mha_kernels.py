@@ -166,9 +166,7 @@ def _interpreted(implementation: str, case: Case, device: torch.device, passes: 
     tiles = case.sizes["num_heads"] * sum(counts)
     if tiles <= INTERPRETED_TILES:
         return None
-    return (
-        f"interpreted on the CPU, {tiles} tiles are more than the {INTERPRETED_TILES} that fit the time; needs a device"
-    )
+    return f"interpreted on the CPU, more tiles than the {INTERPRETED_TILES} that fit the time; needs a device"
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor) -> AttentionShape:
