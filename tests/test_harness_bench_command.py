@@ -82,7 +82,7 @@ def test_the_terminal_shows_times_ratios_and_what_is_absent(run: Bench) -> None:
     assert "bf16 GEMM 1000 TFLOP/s, copy 1000.00 TB/s" in run.text
     assert "peers here: torch SDPA (cuDNN) (torch " in run.text
     assert "absent: " in run.text
-    assert "FlashMLA (no operation yet: sparse_mla)" in run.text
+    assert "FlashMLA (serves: sparse_mla)" in run.text
     assert "10 of 10 rounds kept, 2 sets of buffers, a kernel bound twice differs by a factor of 1.000" in run.text
 
 
