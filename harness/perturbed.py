@@ -61,7 +61,8 @@ class Spread:
 
     def own(self) -> Tensor:
         """``[..., D]``, the root mean square of each element alone."""
-        return self.noisy.unflatten(0, (self.kinds, -1)).square().mean(1).amax(0).sqrt()
+        squares: Tensor = self.noisy.unflatten(0, (self.kinds, -1)).square().mean(1)
+        return squares.amax(0).sqrt()
 
     def variance(self, u_out: float) -> Tensor:
         """``[...]``, of a row: the noise, and a uniform error of storing each element."""

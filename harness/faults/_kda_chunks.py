@@ -89,7 +89,7 @@ def merge_of_blocks_with_a_wrong_sign(**arguments: Any) -> Answer:
 
     def invert(gram: Tensor) -> Tensor:
         one = _identity(gram)
-        found = torch.linalg.solve_triangular(one + gram, one, upper=False, unitriangular=True)
+        found: Tensor = torch.linalg.solve_triangular(one + gram, one, upper=False, unitriangular=True)
         if gram.shape[1] > 8:
             found[:, 8:, :8].neg_()
         return found

@@ -127,7 +127,7 @@ def gate_read_past_its_channels(**arguments: Any) -> Answer:
     q, k, g = (arguments[name] for name in ("q", "k", "g"))
     more = 16 - g.shape[2] % 16
     wide = g.as_strided((*g.shape[:2], g.shape[2] + more), g.stride(), g.storage_offset())
-    padded = {name: torch.nn.functional.pad(x.float(), (0, more)) for name, x in (("q", q), ("k", k))}
+    padded: dict[str, Any] = {name: torch.nn.functional.pad(x.float(), (0, more)) for name, x in (("q", q), ("k", k))}
     bias = arguments["dt_bias"]
     padded["dt_bias"] = None if bias is None else torch.nn.functional.pad(bias, (0, more))
 

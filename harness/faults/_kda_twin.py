@@ -51,7 +51,8 @@ def between(total: Tensor) -> Tensor:
 def inverse(gram: Tensor) -> Tensor:
     """Of ``1 + gram``, by substitution."""
     one = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
-    return torch.linalg.solve_triangular(one + gram, one.expand_as(gram), upper=False, unitriangular=True)
+    found: Tensor = torch.linalg.solve_triangular(one + gram, one.expand_as(gram), upper=False, unitriangular=True)
+    return found
 
 
 def same(x: Tensor) -> Tensor:
@@ -133,7 +134,7 @@ def transformed(
 def initial_state(a: Arguments, sequence: int) -> Tensor:
     """Of a sequence, ``[HV, K, V]``, float32."""
     if a["initial_state"] is None:
-        return a["v"].new_zeros(a["v"].shape[1], a["q"].shape[2], a["v"].shape[2], dtype=torch.float32)
+        return torch.zeros(a["v"].shape[1], a["q"].shape[2], a["v"].shape[2], device=a["v"].device)
     state: Tensor = a["initial_state"][sequence].float()
     return state
 

@@ -116,7 +116,8 @@ def segmented_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, sta
     def walk(tokens: list[Tensor], before: Tensor) -> tuple[Tensor, Tensor]:
         outs = []
         for first, last in chunks(tokens[0].shape[1], 16, []):
-            out, before = chunk_step(*(x[:, first:last] for x in tokens), before)
+            q, k, v, g, beta = (x[:, first:last] for x in tokens)
+            out, before = chunk_step(q, k, v, g, beta, before)
             outs.append(out)
         return torch.cat([tokens[2][:, :0], *outs], dim=1), before
 

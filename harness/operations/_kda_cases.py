@@ -82,7 +82,7 @@ def kda_cases(request: CaseRequest, op: str) -> list[Case]:
     draw.add("slow", draw.dtype(2), [260, 5], (1, 1, 12, 16), replace(PLAIN, checkpoints="some"))
     draw.add("converged", draw.dtype(0), [24], (1, 1, 64, 16), PLAIN)
     draw.add("diffuse", draw.dtype(1), [0, 0, 0], SMALL[0], FORMS[3])
-    draw.add("diffuse", draw.dtype(2), [40, 0, 17], WIDE, MODEL)
+    draw.add("diffuse", draw.dtype(2), [16, 0, 3], WIDE, MODEL)
     # as much as an interpreted kernel can take
     for turn, family in enumerate(("runs", "slow")):
         draw.add(family, draw.dtype(turn), [[33], [0, 17]][turn], (1, 1, 16, 20), replace(FORMS[turn], initial=True))

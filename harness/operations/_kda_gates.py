@@ -161,9 +161,9 @@ def exact_gate(name: str, got: Tensor, exact: Tensor, scale: float, how: str) ->
     if not ratio.numel():
         return GateResult(gate=f"G3 exact {name}", ratio=0.0)
     index = [int(i) for i in torch.unravel_index(ratio.argmax(), ratio.shape)]
-    values = {"got": float(got[tuple(index)]), "expected": float(exact[tuple(index)])}
-    where = Location(**located(name, index), **values)
-    text = f"{name} must be {values['expected']:.9g} exactly, got {values['got']:.9g} ({where})"
+    found, expected = float(got[tuple(index)]), float(exact[tuple(index)])
+    where = replace(Location(**located(name, index)), got=found, expected=expected)
+    text = f"{name} must be {expected:.9g} exactly, got {found:.9g}"
     worst = float(ratio[tuple(index)])
     return GateResult(gate=f"G3 exact {name}", ratio=worst, where=where, text=text if worst > 1 else "")
 

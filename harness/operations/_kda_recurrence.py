@@ -81,8 +81,9 @@ def layer_of(arguments: Mapping[str, Any], heads: Sequence[int] | None = None) -
     q, k = (wide(arguments[name][:, picked // group]) for name in ("q", "k"))
     v, g, beta = (wide(arguments[name][:, picked]) for name in ("v", "g", "beta"))
     own = {name: None if arguments[name] is None else wide(arguments[name])[picked] for name in ("A_log", "dt_bias")}
-    options = {name: arguments[name] for name in ("gate", "lower_bound", "beta_is_logits", "qk_l2norm")}
-    q, k, g, beta = transformed(q, k, g, beta, **own, **options)
+    names = ("gate", "lower_bound", "beta_is_logits", "qk_l2norm")
+    options: dict[str, Any] = own | {name: arguments[name] for name in names}
+    q, k, g, beta = transformed(q, k, g, beta, **options)
     return q, k, v, g, beta
 
 

@@ -31,7 +31,8 @@ def ask_kda(case: Case, arguments: dict[str, Any], ask: Ask, first: Answer, cont
     """All relations that apply to a case; see ``operation.RearrangedOperation``."""
     if case.family not in FAMILIES or sum(case.sizes["seq_lens"]) == 0:
         return None
-    gates, answers = [], {}
+    gates: list[GateResult] = []
+    answers: dict[tuple[str, int], tuple[Answer, ...]] = {}
     if contract.deterministic:
         gates.append(_later_tokens(case, arguments, ask, first))
     permuted = _permuted(case, arguments, ask)
