@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import PROMPTS, TARGETS, generated, made, save_llama, scored, values
+from tiny_models import PROMPTS, TARGETS, generated, made, save_kimi, save_llama, scored, values
 
 pytestmark = pytest.mark.gpu
 
@@ -66,3 +66,15 @@ def test_a_selection_is_served_by_kernels(folder: Path, selection: str, scores: 
     exact = values(scored(made(folder, **GEOMETRY, **rule, budget="64"), LONG, TARGETS))
     eager = off(made(folder, **GEOMETRY, **DEVICE), values(scored(made(folder, **GEOMETRY), LONG, TARGETS)))
     assert off(made(folder, **GEOMETRY, **DEVICE, **rule, budget="64"), exact) < 2 * eager + 1e-3
+
+
+def test_linear_layers_are_served_by_kernels(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the extra `model` is not installed")
+    sizes = {"hidden_size": 256, "linear_head_dim": 128, "max_position_embeddings": 512, "initializer_range": 0.06}
+    folder = save_kimi(tmp_path, **sizes)
+    exact = values(scored(made(folder), LONG, TARGETS))
+    model = made(folder, **DEVICE, kda="auto", step="96")
+    assert off(model, exact) < 2 * off(made(folder, **DEVICE), exact) + 1e-3
+    calls = generated(model, LONG[1:2], min_new_tokens=6)[0].kernel_calls
+    assert calls["kda_prefill/kda/triton"] == 2 * 3
+    assert calls["kda_decode/kda_step/triton"] == 2 * 5

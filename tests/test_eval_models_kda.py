@@ -11,7 +11,7 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers", reason="the extra `model` is not installed")
 pytest.importorskip("tokenizers", reason="the extra `model` is not installed")
 
-from tiny_models import END, PROMPTS, generated, made, save_llama, save_tokenizer, scored, values  # noqa: E402
+from tiny_models import PROMPTS, generated, made, save_kimi, save_llama, scored, values  # noqa: E402
 
 from assay.eval.models import _hf_kda  # noqa: E402
 from assay.eval.models._hf_kda import CHUNK, RECURRENT, DeltaRule  # noqa: E402
@@ -22,23 +22,7 @@ GLM = "transformers.models.glm5_next.modeling_glm5_next"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of Kimi's form and random weights: two linear layers around a latent one."""
-    path = tmp_path_factory.mktemp("kimi")
-    config = transformers.KimiLinearConfig(
-        vocab_size=END + 1, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=4, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8,
-        layer_types=["linear_attention", "full_attention", "linear_attention"], mlp_layer_types=["dense"] * 3,
-        linear_head_dim=8, linear_num_heads=4, max_position_embeddings=64, initializer_range=0.4, eos_token_id=END,
-        bos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    network = transformers.KimiLinearForCausalLM(config)
-    for name, weight in network.named_parameters():
-        if name.endswith(("A_log", "dt_bias")):
-            torch.nn.init.normal_(weight)
-    network.save_pretrained(path)
-    save_tokenizer(path)
-    return path
+    return save_kimi(tmp_path_factory.mktemp("kimi"))
 
 
 ARMS = [

@@ -1,4 +1,4 @@
-"""A Llama of random weights, and what its answers are asked by."""
+"""Models of random weights, and what their answers are asked by."""
 
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,31 @@ def save_llama(path: Path, **sizes: Any) -> Path:
     )  # fmt: skip
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(path)
+    save_tokenizer(path)
+    return path
+
+
+def save_kimi(path: Path, **sizes: Any) -> Path:
+    """A model of Kimi's form: two linear layers around a latent one, and the same tokenizer."""
+    import transformers
+
+    config = transformers.KimiLinearConfig(
+        **{
+            "vocab_size": END + 1, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+            "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8, "v_head_dim": 8, "mlp_layer_types": ["dense"] * 3, "linear_head_dim": 8,
+            "linear_num_heads": 4, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "max_position_embeddings": 64, "initializer_range": 0.4, "eos_token_id": END, "bos_token_id": None,
+            "pad_token_id": None,
+        }
+        | sizes
+    )  # fmt: skip
+    torch.manual_seed(0)
+    network = transformers.KimiLinearForCausalLM(config)
+    for name, weight in network.named_parameters():
+        if name.endswith(("A_log", "dt_bias")):
+            torch.nn.init.normal_(weight)
+    network.save_pretrained(path)
     save_tokenizer(path)
     return path
 
