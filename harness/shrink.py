@@ -20,6 +20,7 @@ NO_FAULT = frozenset({Verdict.PASS, Verdict.UNSUPPORTED, Verdict.INVALID_CASE, V
 NONDETERMINISTIC_RUNS = 3
 # what a later operation adds to these lines is shrunk as well
 DIMENSIONS = {"d_qk": 1, "d_v": 1, "kv_lora_rank": 1, "d_nope": 1, "d_rope": 0, "head_dim": 1, "topk": 1}
+DIMENSIONS |= {"head_dim_k": 1, "head_dim_v": 1}
 PLAIN_LAYOUT = {
     "attention": "packed",
     "mla_prefill": "split",

@@ -21,10 +21,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 LONGEST_FILE = 400
 
 # file that an oracle lacks -> why it has none
-WITHOUT: dict[str, str] = {
-    "harness/operations/kda.py": "not judged yet",
-    "harness/operations/kda_step.py": "not judged yet",
-}
+WITHOUT: dict[str, str] = {}
 
 
 def python_files(folder: Path) -> list[Path]:

@@ -88,6 +88,14 @@ _LLAMA = {"num_heads": 8, "num_kv_heads": 2, "d_qk": 128, "d_v": 128}
 _DEEPSEEK = {"num_heads": 2, "num_kv_heads": 2, "d_qk": 192, "d_v": 128}
 
 _STEPS: dict[str, dict[str, dict[str, Any]]] = {
+    "kda": {
+        "3 sequences": _kda([5, 1, 70], "bounded", initial=True, checkpoints="none"),
+        "3 sequences, 6 checkpoints": _kda([5, 1, 70], "softplus", initial=False, checkpoints="some"),
+    },
+    "kda_step": {
+        "16 sequences, 1 token": _kda_step([1] * 16, 1),
+        "4 sequences, drafts": _kda_step([3, 1, 0, 2], 4),
+    },
     "masked_mha": {
         "3 requests": _masked_mha([5, 1, 16], [69, 1, 48], [0, 0, 0]) | _DEEPSEEK,
         "3 requests, chunks": _masked_mha([5, 1, 16], [69, 1, 48], [33, 0, 17]) | _DEEPSEEK,

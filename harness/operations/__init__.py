@@ -14,6 +14,8 @@ NAMES = (
     "indexer",
     "sparse_mla",
     "masked_mha",
+    "kda",
+    "kda_step",
 )
 
 

@@ -16,6 +16,8 @@ Sizes = dict[str, Any]
 END = 2**31
 # of one latent row
 MOST_HEADS = 128
+# of the decay of a token, by a bounded gate
+MOST_BOUND = 5.0
 
 
 def checked_sizes(given: Sizes, own_cases: Sequence[Case]) -> Sizes:
@@ -136,8 +138,21 @@ def _tile_or_none(sizes: Sizes) -> None:
     _require("tile_queries and tile_keys", tile, powers or tile == (0, 0), "powers of two from 16 and 32 on, or both 0")
 
 
+def _whole_value_groups(sizes: Sizes) -> None:
+    heads, value_heads = sizes["num_heads"], sizes["num_v_heads"]
+    _require("num_v_heads", value_heads, value_heads % heads == 0, f"a multiple of num_heads {heads}")
+    _require("bound", sizes["bound"], sizes["bound"] <= MOST_BOUND, f"at most {MOST_BOUND:g}")
+
+
+def _tokens_within_columns(sizes: Sizes) -> None:
+    longest, what = max(sizes["seq_lens"]), "at least the most tokens of a sequence"
+    _require("columns", sizes["columns"], longest <= sizes["columns"], f"{what}, {longest}")
+
+
 RELATIONS: dict[str, tuple[Callable[[Sizes], None], ...]] = {
     "attention": (_whole_groups,),
+    "kda": (_whole_value_groups,),
+    "kda_step": (_whole_value_groups, _tokens_within_columns),
     "masked_mha": (_whole_groups, _keys_within_mask),
     "mla_prefill": (_queries_within_context,),
     "sparse_mla": (_queries_within_context, _values_within_rows),
