@@ -58,7 +58,7 @@ class _Callgrind:
 
 
 def count_instructions(functions: dict[str, Callable[[], Any]]) -> None:
-    """Count ``_CALLS`` calls of each function, after three that warm up; for a process that ``instructions_of`` starts."""
+    """Count ``_CALLS`` calls of each function, after three as warm-up; in a process that ``instructions_of`` starts."""
     callgrind = _Callgrind()
     # a collection in the middle would be counted
     gc.disable()
