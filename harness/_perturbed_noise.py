@@ -44,7 +44,9 @@ class Grids:
         u = UNIT_ROUNDOFF[self._sites[site]]
         if u <= UNIT_ROUNDOFF["fp64"]:
             return value
-        factor = self._factors[site].to(value.device).view(-1, *[1] * (value.dim() - 1))
+        # moved once: there are tens of calls a token
+        moved = self._factors[site] = self._factors[site].to(value.device)
+        factor = moved.view(-1, *[1] * (value.dim() - 1))
         # Dekker and Veltkamp: what is left of a number that something 1 / u times as large has been added to
         scaled = value * factor
         large = scaled * (1.0 + UNIT_ROUNDOFF["fp64"] ** -1 * u)

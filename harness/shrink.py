@@ -28,6 +28,8 @@ PLAIN_LAYOUT = {
     "topk_mask": "packed",
     "indexer": "packed",
     "sparse_mla": "packed",
+    "kda": "apart",
+    "kda_step": "apart",
 }
 PLAIN_FAMILY = "diffuse"
 # products of tokens, heads and dimensions below which a case is no burden for a CPU

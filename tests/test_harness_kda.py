@@ -297,7 +297,7 @@ def test_impossible_cases_are_refused() -> None:
 def test_heads_are_sampled_where_states_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_of(num_heads=1, num_v_heads=8)
     assert judged_heads(case, CPU) == list(range(8))
-    monkeypatch.setitem(judged_kda.STATE_BYTES, "cpu", 8 * 17 * 4 * 8 * 12 * 3)
+    monkeypatch.setitem(judged_kda.STATE_BYTES, "cpu", 8 * 33 * 4 * 8 * 12 * 3)
     heads = judged_heads(case, CPU)
     assert len(heads) == 3
     assert heads[0] == 0

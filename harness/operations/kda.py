@@ -12,6 +12,7 @@ from ..answers import Answer, dtype_of
 from ..case import Case
 from ..contract import PRECISION_OF_DTYPE, Contract
 from ..operation import Ask, CaseRequest, Inputs, Judged, Kernel, Outline, Result
+from ..perturbed import FEWEST_RUNS
 from ..poison import Ledger
 from ._kda_cases import kda_cases
 from ._kda_gates import KdaOracle, judge_kda
@@ -21,8 +22,9 @@ from ._kda_relations import ask_kda
 
 LAYER = ("scale", "gate", "A_log", "dt_bias", "lower_bound", "beta_is_logits", "qk_l2norm")
 # bytes of the states of all runs of the perturbed oracle; heads are sampled above it
-STATE_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}
-RUNS = 16
+STATE_BYTES = {"cpu": 1 << 28, "cuda": 1 << 27}
+# of both kinds, and the one without noise
+RUNS = 2 * FEWEST_RUNS + 1
 # chunks of a head that the interpreter of Triton may take: some tenths of a second each, at every call
 INTERPRETED_CHUNKS = 2
 INTERPRETED_CHUNK = 32
@@ -126,7 +128,7 @@ def checkpoints_of(case: Case) -> list[tuple[int, int]]:
 def judged_heads(case: Case, device: torch.device) -> list[int]:
     """All value heads, or the first, the last, and as many others as the memory of the oracle's runs has room for."""
     sizes = case.sizes
-    head = 8 * (RUNS + 1) * len(sizes["seq_lens"]) * sizes["head_dim_k"] * sizes["head_dim_v"]
+    head = 8 * RUNS * len(sizes["seq_lens"]) * sizes["head_dim_k"] * sizes["head_dim_v"]
     total, room = sizes["num_v_heads"], max(1, STATE_BYTES[device.type] // head)
     if room >= total:
         return list(range(total))
