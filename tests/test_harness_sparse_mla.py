@@ -7,59 +7,31 @@ from typing import Any
 import pytest
 import torch
 from builders import CPU
+from sparse_cases import OPERATION, PLAIN, judged_sparse, sparse_arguments, sparse_case
 from torch import Tensor
 
 from assay.harness.case import Case
 from assay.harness.companions import companions
-from assay.harness.faults._softmax import normalised_first
 from assay.harness.faults._sparse import sparse_twin
 from assay.harness.gates import Roundoffs, exact_elements, nonfinite_gates
-from assay.harness.kernels import wrap_function
-from assay.harness.metamorphic.sparse_mla import MOVES
 from assay.harness.operation import CaseRequest
 from assay.harness.operations._sparse_mla_lists import HOLES, REPEATS, TAILS, lists_of
 from assay.harness.operations._sparse_mla_values import FAMILIES
-from assay.harness.operations.sparse_mla import OPERATION
-from assay.harness.poison import same_bits
-from assay.harness.record import Record, Verdict
+from assay.harness.record import Verdict
 from assay.harness.runner import run_case
 from assay.reference.sparse_mla import sparse_mla
 
 INF = math.inf
-PLAIN: dict[str, Any] = {
-    "num_heads": 4,
-    "d_qk": 48,
-    "d_v": 32,
-    "softmax_scale": 0.31,
-    "query_lens": [7, 3],
-    "context_lens": [60, 9],
-    "topk": 40,
-    "source": "uniform",
-    "order": "shuffled",
-    "holes": "none",
-    "repeats": "none",
-    "lengths": "all",
-    "tail": "padding",
-    "sink": "none",
-    "layout": "packed",
-}
-
-
-def case_of(family: str = "diffuse", dtype: str = "float32", seed: int = 0, **sizes: Any) -> Case:
-    return Case(op="sparse_mla", family=family, dtype=dtype, seed=seed, sizes=PLAIN | sizes)
 
 
 def drawn(tier: str = "smoke", seed: int = 0) -> list[Case]:
-    return OPERATION.cases(CaseRequest(tier=tier, seed=seed, dtypes=("float32", "float16", "bfloat16")))
-
-
-def arguments_of(case: Case) -> dict[str, Any]:
-    return OPERATION.inputs(case, CPU).arguments
+    cases: list[Case] = OPERATION.cases(CaseRequest(tier=tier, seed=seed, dtypes=("float32", "float16", "bfloat16")))
+    return cases
 
 
 def answer_of(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     """The oracle itself, on all that is stored, in float64; what nobody may read is left out first."""
-    a = arguments_of(case)
+    a = sparse_arguments(case)
     used = torch.zeros(len(a["kv"]), 1, dtype=torch.bool)
     lists = lists_of(case)
     used[a["indices"][lists.valid].long()] = True
@@ -68,14 +40,10 @@ def answer_of(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     return sparse_mla(**(a | {"q": a["q"].double(), "kv": kv, "attn_sink": sink}))
 
 
-def judged(case: Case, function: Any) -> Record:
-    return run_case(OPERATION, wrap_function(function, OPERATION), case, CPU)
-
-
 @pytest.mark.parametrize("holes", HOLES)
 @pytest.mark.parametrize("repeats", REPEATS)
 def test_lists_hold_what_they_are_asked_to(holes: str, repeats: str) -> None:
-    case = case_of(holes=holes, repeats=repeats, lengths="ragged", tail="rows", query_lens=[12], context_lens=[60])
+    case = sparse_case(holes=holes, repeats=repeats, lengths="ragged", tail="rows", query_lens=[12], context_lens=[60])
     lists, s_kv = lists_of(case), lists_of(case).num_slots
     assert lists.topk_length is not None
     within = torch.arange(40) < lists.topk_length[:, None]
@@ -98,8 +66,8 @@ def test_lists_hold_what_they_are_asked_to(holes: str, repeats: str) -> None:
 
 @pytest.mark.parametrize("tail", TAILS)
 def test_tails_are_nobodys(tail: str) -> None:
-    case = case_of(lengths="ragged", tail=tail)
-    lists, kv = lists_of(case), arguments_of(case)["kv"]
+    case = sparse_case(lengths="ragged", tail=tail)
+    lists, kv = lists_of(case), sparse_arguments(case)["kv"]
     assert lists.topk_length is not None
     behind = lists.indices[torch.arange(40) >= lists.topk_length[:, None]].long()
     held = kv[behind[(behind >= 0) & (behind < len(kv))]]
@@ -116,7 +84,7 @@ def test_tails_are_nobodys(tail: str) -> None:
     ("source", "order"), [("uniform", "shuffled"), ("clustered", "ascending"), ("indexer", "ascending")]
 )
 def test_lists_come_from_selections_in_any_order(source: str, order: str) -> None:
-    lists = lists_of(case_of(source=source, order=order))
+    lists = lists_of(sparse_case(source=source, order=order))
     rises = [bool((row[ok].diff() > 0).all()) for row, ok in zip(lists.indices, lists.valid, strict=True)]
     assert all(rises) == (order == "ascending")
     # of a short request every query lists all that it sees
@@ -128,8 +96,8 @@ def test_lists_come_from_selections_in_any_order(source: str, order: str) -> Non
 def test_everything_that_nobody_lists_holds_no_number() -> None:
     ends = set()
     for seed in range(8):
-        case = case_of(seed=seed)
-        kv, lists = arguments_of(case)["kv"], lists_of(case)
+        case = sparse_case(seed=seed)
+        kv, lists = sparse_arguments(case)["kv"], lists_of(case)
         free = ~torch.isin(torch.arange(len(kv)), lists.slots)
         assert bool(kv[free].isnan().all())
         assert bool(torch.isfinite(kv[lists.slots]).all())
@@ -139,33 +107,34 @@ def test_everything_that_nobody_lists_holds_no_number() -> None:
 
 
 def test_lures_lie_at_free_ends_of_the_cache() -> None:
-    seeds = [seed for seed in range(8) if 0 not in lists_of(case_of("leverage", seed=seed)).slots]
-    kv, lists = arguments_of(case_of("leverage", seed=seeds[0]))["kv"], lists_of(case_of("leverage", seed=seeds[0]))
+    seeds = [seed for seed in range(8) if 0 not in lists_of(sparse_case("leverage", seed=seed)).slots]
+    case = sparse_case("leverage", seed=seeds[0])
+    kv, lists = sparse_arguments(case)["kv"], lists_of(case)
     assert torch.equal(kv[[0, -1]], kv[lists.slots[lists.targets[[0, -1]]]])
 
 
 @pytest.mark.parametrize("layout", ["packed", "strided", "within"])
 def test_layouts_leave_nan_between(layout: str) -> None:
-    given = arguments_of(case_of(layout=layout))
+    given = sparse_arguments(sparse_case(layout=layout))
     assert given["q"].is_contiguous() == given["kv"].is_contiguous() == (layout == "packed")
-    same = arguments_of(case_of(layout="packed"))
+    same = sparse_arguments(sparse_case(layout="packed"))
     for name in ("q", "kv", "indices"):
         torch.testing.assert_close(given[name], same[name], rtol=0, atol=0, equal_nan=True)
     if layout != "packed":
         assert given["q"].stride() == (64 * 48, 48, 1)
         between = given["q"].as_strided((10, 64, 48), (64 * 48, 48, 1), given["q"].storage_offset() - 30 * 48)
         assert bool(between[:, :30].isnan().all())
-    assert (OPERATION.outline(case_of(layout=layout)).out_within is not None) == (layout == "within")
+    assert (OPERATION.outline(sparse_case(layout=layout)).out_within is not None) == (layout == "within")
     with pytest.raises(ValueError, match="layout must be one of packed, strided, within, vast, got 'odd'"):
-        OPERATION.inputs(case_of(layout="odd"), CPU)
+        OPERATION.inputs(sparse_case(layout="odd"), CPU)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_are_those_of_the_oracle(family: str) -> None:
-    lists = {"holes": "between", "repeats": "some", "lengths": "ragged", "tail": "rows"}
-    case = case_of(family, sink="finite" if family == "visible-nan" else "mixed", layout="within", **lists)
+    lists: dict[str, Any] = {"holes": "between", "repeats": "some", "lengths": "ragged", "tail": "rows"}
+    case = sparse_case(family, sink="finite" if family == "visible-nan" else "mixed", layout="within", **lists)
     expected, outline, seen = answer_of(case), OPERATION.outline(case), 0
-    for rows in OPERATION.rows(case, arguments_of(case), budget=1 << 40):
+    for rows in OPERATION.rows(case, sparse_arguments(case), budget=1 << 40):
         c = companions(rows)
         for own, whole in zip((c.out, c.lse, c.max_logits), expected, strict=True):
             torch.testing.assert_close(own, whole[rows.tokens], rtol=1e-9, atol=1e-9)
@@ -178,8 +147,8 @@ def test_rows_are_those_of_the_oracle(family: str) -> None:
 
 
 def test_a_large_case_is_sampled() -> None:
-    case = case_of(query_lens=[300], context_lens=[400], num_heads=9)
-    (rows,) = OPERATION.rows(case, arguments_of(case), budget=1000)
+    case = sparse_case(query_lens=[300], context_lens=[400], num_heads=9)
+    (rows,) = OPERATION.rows(case, sparse_arguments(case), budget=1000)
     assert 20 < len(rows.tokens) < 100
     assert {0, 63, 64, 299} <= set(rows.tokens.tolist())
     assert len(rows.heads) == 4
@@ -187,10 +156,10 @@ def test_a_large_case_is_sampled() -> None:
 
 @pytest.mark.parametrize("family", ["exact-uniform", "exact-one-hot"])
 def test_exact_families_hold_exact_elements_beside_a_sink(family: str) -> None:
-    case = case_of(
+    case = sparse_case(
         family, "bfloat16", lengths="ragged", repeats="some", sink="mixed", query_lens=[12], context_lens=[64]
     )
-    (rows,) = OPERATION.rows(case, arguments_of(case), budget=1 << 40)
+    (rows,) = OPERATION.rows(case, sparse_arguments(case), budget=1 << 40)
     c = companions(rows)
     u = Roundoffs.of(OPERATION.default_contract(case), rows)
     exact = exact_elements(c, rows, u, torch.bfloat16, family)
@@ -205,8 +174,8 @@ def test_exact_families_hold_exact_elements_beside_a_sink(family: str) -> None:
 @pytest.mark.parametrize("sink", ["finite", "mixed"])
 def test_sinks_lie_where_they_take_a_share(sink: str) -> None:
     for family in ("diffuse", "peaked", "shifted", "leverage"):
-        case = case_of(family, sink=sink)
-        (rows, *_) = OPERATION.rows(case, arguments_of(case), budget=1 << 40)
+        case = sparse_case(family, sink=sink)
+        (rows, *_) = OPERATION.rows(case, sparse_arguments(case), budget=1 << 40)
         share = companions(rows).share
         assert 0.02 < float(share[:, 0].median()) < 0.98
         assert share[:, 1].unique().tolist() == [1.0] or sink == "finite"
@@ -216,11 +185,11 @@ def test_sinks_lie_where_they_take_a_share(sink: str) -> None:
 def test_sizes_that_say_nothing_are_refused() -> None:
     for name in ("holes", "repeats", "lengths", "tail"):
         with pytest.raises(ValueError, match=f"{name} must be one of .*, got 'odd'"):
-            lists_of(case_of(**{name: "odd"}))
+            lists_of(replace(sparse_case(), sizes=PLAIN | {name: "odd"}))
     with pytest.raises(ValueError, match="sink must be one of none, finite, mixed, got 'odd'"):
-        arguments_of(case_of(sink="odd"))
+        sparse_arguments(sparse_case(sink="odd"))
     with pytest.raises(ValueError, match=r"family must be one of .*, got 'odd'"):
-        arguments_of(case_of("odd"))
+        sparse_arguments(sparse_case("odd"))
 
 
 def test_each_kind_of_list_and_family_is_in_the_smoke_tier() -> None:
@@ -249,7 +218,7 @@ def test_kernels_say_what_they_do_not_serve() -> None:
     kernels = {kernel.name: kernel for kernel in OPERATION.kernels()}
     assert list(kernels)[:3] == ["sparse_mla[torch]", "sparse_mla[triton]", "sparse_mla[padded]"]
     assert [name for name, kernel in kernels.items() if kernel.by_name] == ["sparse_mla[flashmla]"]
-    case = case_of()
+    case = sparse_case()
     reasons = {name: kernel.unsupported(case, CPU) or "" for name, kernel in kernels.items()}
     assert reasons["sparse_mla[torch]"] == ""
     assert "where no more than 8 steps fit the time" in reasons["sparse_mla[triton]"]
@@ -260,26 +229,26 @@ def test_kernels_say_what_they_do_not_serve() -> None:
 @pytest.mark.parametrize("name", ["triton", "padded"])
 def test_interpreted_kernels_pass_a_small_case(name: str) -> None:
     kernel = next(kernel for kernel in OPERATION.kernels() if kernel.name == f"sparse_mla[{name}]")
-    lists = {"holes": "front", "repeats": "some", "sink": "mixed", "layout": "within"}
-    case = case_of("leverage", query_lens=[2, 1], context_lens=[40, 9], **lists)
+    lists: dict[str, Any] = {"holes": "front", "repeats": "some", "sink": "mixed", "layout": "within"}
+    case = sparse_case("leverage", query_lens=[2, 1], context_lens=[40, 9], **lists)
     record = run_case(OPERATION, kernel, case, CPU)
     assert record.verdict is Verdict.PASS, record.text
     assert record.rows_judged == 12
 
 
 def test_the_highest_logit_of_a_row_with_a_nan_may_be_anything() -> None:
-    case = case_of("visible-nan", query_lens=[6], context_lens=[30])
+    case = sparse_case("visible-nan", query_lens=[6], context_lens=[30])
     out, lse, top = answer_of(case)
     outline = OPERATION.outline(case)
     for value in (math.nan, 3.0, INF):
-        changed = torch.where(outline.nan_rows[:, None], value, top)  # type: ignore[index]
+        changed = torch.where(outline.nan_rows[:, None], value, top)
         assert all(gate.passed for gate in nonfinite_gates(out, lse, outline, changed))
-    changed = torch.where(outline.nan_rows[:, None], top, math.nan)  # type: ignore[index]
+    changed = torch.where(outline.nan_rows[:, None], top, math.nan)
     assert not nonfinite_gates(out, lse, outline, changed)[2].passed
 
 
 def test_a_highest_logit_without_an_entry_must_be_minus_infinity() -> None:
-    case = case_of(lengths="ragged")
+    case = sparse_case(lengths="ragged")
     out, lse, top = answer_of(case)
     gates = nonfinite_gates(out, lse, OPERATION.outline(case), top.masked_fill(top == -INF, -1e30))
     assert [gate.gate for gate in gates if not gate.passed] == ["G1 max_logits"]
@@ -302,10 +271,10 @@ def test_a_highest_logit_without_an_entry_must_be_minus_infinity() -> None:
     ],
 )
 def test_each_result_is_held_to_its_gate(change: Any, verdict: Verdict, text: str) -> None:
-    record = judged(case_of(), lambda **arguments: change(*sparse_twin(arguments)))
+    record = judged_sparse(sparse_case(), lambda **arguments: change(*sparse_twin(arguments)))
     assert record.verdict is verdict
     assert any(pattern in record.text for pattern in text.replace("\\", "").split("|"))
-    assert judged(case_of(), lambda **arguments: sparse_twin(arguments)).verdict is Verdict.PASS
+    assert judged_sparse(sparse_case(), lambda **arguments: sparse_twin(arguments)).verdict is Verdict.PASS
 
 
 def test_lists_are_contents_and_not_a_plan() -> None:
@@ -315,86 +284,8 @@ def test_lists_are_contents_and_not_a_plan() -> None:
         indices = kept.setdefault(arguments["indices"].data_ptr(), arguments["indices"].clone())
         return sparse_twin({**arguments, "indices": indices})
 
-    record = judged(replace(case_of(), seed=3), planned_once)
+    record = judged_sparse(replace(sparse_case(), seed=3), planned_once)
     assert (record.verdict, record.text) == (
         Verdict.NONDETERMINISTIC,
         "G7 other addresses: bits differ from a plain call",
     )
-
-
-LISTS = {"holes": "between", "repeats": "some", "sink": "mixed", "layout": "within"}
-PEAKED = case_of("peaked", "bfloat16", query_lens=[4, 3], **LISTS)
-
-
-def test_moves_leave_the_question_as_it_is() -> None:
-    inputs = OPERATION.inputs(PEAKED, CPU)
-    before, first = dict(inputs.arguments), sparse_twin(inputs.arguments)
-    kept = {name: before[name].clone() for name in ("q", "kv", "indices")}
-    MOVES.relabel(inputs, torch.Generator().manual_seed(3))  # type: ignore[misc]
-    assert not torch.equal(before["indices"], kept["indices"])
-    assert torch.isfinite(before["kv"][[0, -1]]).all()
-    assert all(map(same_bits, sparse_twin(inputs.arguments), first))
-    inputs.ledger.restore()
-    assert torch.equal(before["indices"], kept["indices"])
-    MOVES.poison(PEAKED, inputs, {0}, math.nan)
-    poisoned = sparse_twin(inputs.arguments)
-    assert bool(poisoned[0][:4].isnan().any())
-    assert all(same_bits(new[4:], old[4:]) for new, old in zip(poisoned, first, strict=True))
-    inputs.ledger.restore()
-    MOVES.scale_values(inputs.arguments, 2.0**12)
-    scaled = sparse_twin(inputs.arguments)
-    assert same_bits(scaled[0], first[0] * 2**12)
-    assert all(map(same_bits, scaled[1:], first[1:]))
-    half = arguments_of(replace(PEAKED, dtype="float16"))
-    assert MOVES.largest_value(half) == 65504.0
-    assert 3 < MOVES.largest_value(arguments_of(PEAKED)) < 6
-
-
-def rounded_elsewhere(arguments: dict[str, Any], where: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As right an answer: in some queries weights are divided before they are rounded, not after."""
-    out, lse, top = sparse_twin(arguments)
-    return torch.where(where, sparse_twin(arguments, softmax=normalised_first)[0], out), lse, top
-
-
-def by_place(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Where a list begins at an odd place."""
-    return rounded_elsewhere(arguments, arguments["indices"][:, :1, None] % 2 == 1)
-
-
-def by_content_of_free_rows(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Where rows that nobody lists are numbers."""
-    return rounded_elsewhere(arguments, arguments["kv"].isfinite().all())
-
-
-def by_size_of_rows(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Where rows are large."""
-    return rounded_elsewhere(arguments, arguments["kv"][arguments["indices"][0, 0].long()].abs().max() > 100)
-
-
-@pytest.mark.parametrize(
-    ("function", "relation"),
-    [(by_place, "relabel slots"), (by_content_of_free_rows, "unused content"), (by_size_of_rows, "scale values")],
-)
-def test_the_same_question_put_differently_gets_the_same_bits(function: Any, relation: str) -> None:
-    record = judged(PEAKED, function)
-    assert record.verdict is Verdict.METAMORPHIC
-    assert record.text.startswith(relation)
-    clean = judged(PEAKED, lambda **arguments: sparse_twin(arguments))
-    assert clean.verdict is Verdict.PASS
-    asked = [gate.gate for gate in clean.gates if gate.gate.startswith("G8")]
-    assert asked == ["G8 relabel slots", "G8 unused content", "G8 poisoned neighbours", "G8 scale values"]
-
-
-def test_a_neighbour_may_change_bits_and_no_more() -> None:
-    def neighbourly(spoilt: bool) -> Any:
-        def attend(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-            others = arguments["q"].isnan().any()
-            out, lse, top = rounded_elsewhere(arguments, others)
-            return torch.where(others & torch.tensor(spoilt), 2 * out, out), lse, top
-
-        return attend
-
-    assert judged(PEAKED, neighbourly(spoilt=False)).verdict is Verdict.PASS
-    record = judged(PEAKED, neighbourly(spoilt=True))
-    assert record.verdict is Verdict.METAMORPHIC
-    assert record.text.startswith("poisoned neighbours")
