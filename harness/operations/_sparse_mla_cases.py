@@ -41,7 +41,7 @@ FEWEST_QUERIES = 6
 # family and kind of cases that an interpreter gets through
 TINY = (("peaked", 3), ("leverage", 1), ("diffuse", 2), ("exact-one-hot", 4), ("leverage", 3), ("peaked", 6))
 # products of queries, entries, heads and columns whose companions a CPU works out within seconds
-CPU_PRODUCTS = 1 << 28
+CPU_PRODUCTS, CPU_COVARIANCE = 1 << 28, 1 << 34
 NIGHTLY_CASES = 60
 
 
@@ -241,5 +241,7 @@ class _Draw:
         }
         seed = int(self.rng.integers(2**31))
         products = sum(batch.query_lens) * topk * heads * (d_qk + d_v)
-        large = layout == "vast" or products > CPU_PRODUCTS
+        # of what rounded queries would do, for each query and head
+        covariance = sum(batch.query_lens) * heads * d_qk * d_v * min(d_qk, d_v)
+        large = layout == "vast" or products > CPU_PRODUCTS or covariance > CPU_COVARIANCE
         self.cases.append(Case(op=self.op, family=family, dtype=dtype, seed=seed, sizes=sizes, needs_device=large))
