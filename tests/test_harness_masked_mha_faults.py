@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from masked_cases import CPU, OPERATION, SMOKE, State, case_of
+from masked_cases import CPU, FINITE_VALUES, OPERATION, State, by_sparse_attention, by_twin, case_of
 from torch import Tensor
 
 from assay.harness.case import Case
@@ -17,12 +17,9 @@ from assay.harness.plugin import kernel
 from assay.harness.record import Record, Verdict
 from assay.harness.runner import run_case
 from assay.harness.shrink import shrink
-from assay.optimized.sparse_mla import SparseMlaShape, plan_sparse_mla
-from assay.optimized.sparse_mla import sparse_mla as sparse_twin
 from assay.reference.attention import merge_states
 from assay.reference.masked_mha import masked_mha
 from assay.reference.sparse_mla import sparse_mla
-from assay.reference.topk_mask import selected_keys
 
 NUMERIC_OR_NONFINITE = {Verdict.NUMERIC, Verdict.NONFINITE}
 
@@ -132,6 +129,7 @@ MOVED = [case_of("peaked", "float32", **THREE, layout=layout) for layout in ("pa
 def test_no_move_changes_the_question(case: Case) -> None:
     truth = ask(OPERATION.inputs(case, CPU).arguments)
     inputs = OPERATION.inputs(case, CPU)
+    assert MOVES.permute is not None
     moved = MOVES.permute(case, inputs, [2, 0, 1])
     tokens = torch.arange(len(truth[0])).split(MOVES.query_lens(case))
     order = torch.cat([tokens[2], tokens[0], tokens[1]])
@@ -149,6 +147,7 @@ def test_no_move_changes_the_question(case: Case) -> None:
 def test_chunks_that_begin_anywhere_merge_to_the_whole(case: Case) -> None:
     inputs = OPERATION.inputs(case, CPU)
     cuts = set()
+    assert MOVES.split is not None
     for seed in range(12):
         split = MOVES.split(case, inputs, torch.Generator().manual_seed(seed))
         assert split is not None
@@ -180,62 +179,8 @@ def test_every_rearrangement_is_asked_of_a_kernel_that_promises_all() -> None:
 # by sparse attention
 
 
-def by_sparse_attention(answer: Any, listed: Any = lambda lists: lists) -> Any:
-    """Masked attention as sparse attention to lists without repetition, head by head of the keys.
-
-    A row of the cache is a value and its key, of which a query multiplies the key alone.
-    """
-
-    def attend(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor,
-        softmax_scale: float,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        query_starts: Tensor,
-        key_starts: Tensor,
-    ) -> State:
-        group = q.shape[1] // k.shape[1]
-        wide = torch.promote_types(q.dtype, torch.float32)
-        lse = torch.full(q.shape[:2], float("-inf"), dtype=wide, device=q.device)
-        out = q.new_zeros(*q.shape[:2], v.shape[2])
-        ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), query_starts.tolist(), key_starts.tolist()
-        for request, (query, key) in enumerate(zip(ends[2], ends[3], strict=True)):
-            rows, keys = (slice(*end[request : request + 2]) for end in ends[:2])
-            n, m = rows.stop - rows.start, keys.stop - keys.start
-            if not n or not m:
-                continue
-            position = torch.arange(m, device=q.device) + key
-            seen = selected_keys(mask[rows], m, key) & (position <= torch.arange(n, device=q.device)[:, None] + query)
-            lists = listed(torch.where(seen, torch.arange(m, device=q.device), -1).int())
-            for head in range(k.shape[1]):
-                heads = slice(head * group, (head + 1) * group)
-                cache = torch.cat([v[keys, head], k[keys, head]], dim=-1)
-                asked = torch.cat([q.new_zeros(n, group, v.shape[2]), q[rows, heads]], dim=-1)
-                out[rows, heads], lse[rows, heads] = answer(asked, cache, lists, softmax_scale, v.shape[2])
-        return out, lse
-
-    return attend
-
-
 def by_oracle(q: Tensor, cache: Tensor, lists: Tensor, scale: float, d_v: int) -> State:
     return sparse_mla(q, cache, lists, softmax_scale=scale, d_v=d_v)[:2]
-
-
-def by_twin(implementation: str) -> Any:
-    def answer(q: Tensor, cache: Tensor, lists: Tensor, scale: float, d_v: int) -> State:
-        sizes = {"s_q": len(q), "s_kv": len(cache), "h_q": q.shape[1], "d_qk": q.shape[2], "d_v": d_v}
-        shape = SparseMlaShape(device=q.device, dtype=q.dtype, topk=lists.shape[1], **sizes)
-        plan = plan_sparse_mla(shape, implementation=implementation)
-        return sparse_twin(q, cache, lists, softmax_scale=scale, plan=plan)[:2]
-
-    return answer
-
-
-# a value that is no number times the 0 of a query is one that no list can keep out of a logit
-FINITE_VALUES = [case for case in SMOKE if case.family != "nonfinite-v"]
 
 
 @pytest.mark.parametrize("case", FINITE_VALUES, ids=lambda case: case.id)

@@ -13,7 +13,9 @@ from assay.optimized._attention_triton import takes_descriptors
 from assay.optimized._masked_mha_triton_kernel import list_kernel, masked_mha_kernel
 from assay.optimized.attention import attention, plan_attention
 from assay.optimized.masked_mha import KeyChunk, masked_mha_in_chunks, plan_masked_chunks, plan_masked_mha
+from assay.optimized.sparse_mla import SparseMlaShape, plan_sparse_mla, sparse_mla
 from assay.optimized.topk_mask import mask_bytes
+from assay.reference.topk_mask import selected_keys
 
 pytestmark = pytest.mark.gpu
 
@@ -284,6 +286,26 @@ def test_chunks_of_a_long_context(whole: bool) -> None:
     torch.cuda.synchronize()
     assert torch.equal(captured, call()[0])
     assert not torch.equal(captured, out)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "gluon", "gluon-union"])
+def test_sparse_attention_to_lists_without_repetition_is_within_the_same_bounds(implementation: str) -> None:
+    """Latent rows as keys, their first columns as values: the two kernels share nothing but the question."""
+    n, m, topk = 70, 300, 384
+    given = masked_inputs((n,), (m,), heads=(8, 1), dims=(576, 512), topk=128, dtype=torch.bfloat16, device="cuda")
+    given["v"] = given["k"][..., :512]
+    plan = planned(given, "triton")
+    key = torch.arange(m, device="cuda")
+    seen = selected_keys(given["mask"], m) & (key <= torch.arange(m - n, m, device="cuda")[:, None])
+    lists = torch.nn.functional.pad(torch.where(seen, key, -1), (0, topk - m), value=-1).int()
+    shape = SparseMlaShape(
+        device=given["q"].device, dtype=torch.bfloat16, s_q=n, s_kv=m, h_q=8, d_qk=576, d_v=512, topk=topk
+    )
+    sparse_plan = plan_sparse_mla(shape, implementation=implementation)
+    scale = given["softmax_scale"]
+    out, lse, _ = sparse_mla(given["q"], given["k"][:, 0], lists, softmax_scale=scale, plan=sparse_plan)
+    check((out, lse), given, plan)
+    check(answered(given, plan), given, plan)
 
 
 def test_auto_takes_triton() -> None:
