@@ -29,7 +29,10 @@ TENSORS: dict[str, dict[str, tuple[str, ...]]] = {
     "attention": {"q": ("n", "H", "Dq"), "k": ("T", "Hkv", "Dq"), "v": ("T", "Hkv", "Dv")},
     "mla_prefill": {"q": ("n", "H", "Dq"), "kv_c": ("T", "R"), "k_pe": ("T", "Dr"), "kv_b_proj": ("H", "Db", "R")},
 }
-NUMBERS: dict[str, tuple[str, ...]] = {"attention": ("softmax_scale",), "mla_prefill": ("softmax_scale", "history_chunk_size")}
+NUMBERS: dict[str, tuple[str, ...]] = {
+    "attention": ("softmax_scale",),
+    "mla_prefill": ("softmax_scale", "history_chunk_size"),
+}
 
 
 class CaptureError(ValueError):
