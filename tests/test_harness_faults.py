@@ -53,7 +53,7 @@ def smoke_cases(op: str) -> list[Case]:
 
 
 # what cases of the gated delta rule cost beyond what they show here: others kill the same faults
-COSTLY = ([129, 3], [127, 0, 128], [63, 1, 64, 0], [0, 31, 33, 0])
+COSTLY = ([129, 3], [127, 0, 128], [63, 1, 64, 0], [0, 31, 33, 0], [350], [260, 5], [16, 0, 3])
 
 
 def subset(cases: list[Case]) -> list[Case]:
