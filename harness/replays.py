@@ -43,21 +43,21 @@ def replay_gates(
             gates.append(_graph(run, arguments, outline, device))
     _change_contents(arguments, outline)
     # copied before the run, which may write what its contract lets it write
-    elsewhere = {name: _elsewhere(value) for name, value in arguments.items()} if contract.deterministic else None
+    moved_inputs = {name: elsewhere(value) for name, value in arguments.items()} if contract.deterministic else None
     with phase("kernel", device):
         changed = copied(run())
     if same_bits(changed[0], first[0]):
         text = "the answer stayed the same when the inputs changed"
         return [*gates, GateResult(gate="G7 changed contents", ratio=float("inf"), text=text)]
     gates.append(GateResult(gate="G7 changed contents", ratio=0.0))
-    if elsewhere is not None:
+    if moved_inputs is not None:
         with phase("kernel", device):
-            moved = copied(bind(elsewhere)())
+            moved = copied(bind(moved_inputs)())
         gates.append(_gate("G7 other addresses", moved, changed))
     return gates
 
 
-def _elsewhere(value: Any) -> Any:
+def elsewhere(value: Any) -> Any:
     """The same tensor in a copy of its memory, offset, strides and guard bands included."""
     if not isinstance(value, Tensor):
         return value

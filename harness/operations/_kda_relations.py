@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..answers import Answer, dtype_of
 from ..case import Case
@@ -21,6 +20,7 @@ from ..metamorphic.gate import Rearranged
 from ..operation import Ask
 from ..poison import same_bits
 from ..record import GateResult, Location
+from ..replays import elsewhere
 from ._kda_inputs import TOKENS
 
 # they are about layout, not values: one family asks them
@@ -68,9 +68,10 @@ def _later_tokens(case: Case, arguments: dict[str, Any], ask: Ask, first: Answer
     changed = dict(arguments)
     for name in TOKENS:
         # a gate and a strength keep their sign
-        other = arguments[name] * (0.5 if name in ("g", "beta") else -1.0)
-        where = earlier.view(-1, *[1] * (other.dim() - 1))
-        changed[name] = torch.where(where, arguments[name], other)
+        factor = torch.where(earlier, 1.0, 0.5 if name in ("g", "beta") else -1.0).to(arguments[name].dtype)
+        # in memory as it was: torch computes elements side by side to other bits than apart
+        changed[name] = elsewhere(arguments[name])
+        changed[name].mul_(factor.view(-1, *[1] * (changed[name].dim() - 1)))
     out = ask(case, changed)[0]
     differs = (out != first[0]).flatten(1).any(1) & earlier
     if not bool(differs.any()):
@@ -88,11 +89,14 @@ def _permuted(case: Case, arguments: dict[str, Any], ask: Ask) -> Answer:
     tail = torch.arange(bounds[-1], len(arguments["q"]))
     device = arguments["q"].device
     rows = torch.cat([*parts, tail]).to(device)
-    moved = arguments | {name: arguments[name][rows] for name in TOKENS}
+    moved = arguments | {name: elsewhere(arguments[name]) for name in TOKENS}
+    for name in TOKENS:
+        moved[name].copy_(arguments[name][rows])
     offsets = torch.tensor([0, *itertools.accumulate(lens[at] for at in order)])
     moved["cu_seqlens"] = offsets.to(arguments["cu_seqlens"])
     if arguments["initial_state"] is not None:
-        moved["initial_state"] = _chosen(arguments["initial_state"], torch.tensor(order, device=device))
+        moved["initial_state"] = elsewhere(arguments["initial_state"])
+        moved["initial_state"].copy_(arguments["initial_state"].flip(0))
     if arguments["checkpoints"] is not None:
         moved["checkpoints"] = arguments["checkpoints"].clone()
         moved["checkpoints"][:, 0] = len(lens) - 1 - moved["checkpoints"][:, 0]
@@ -100,13 +104,6 @@ def _permuted(case: Case, arguments: dict[str, Any], ask: Ask) -> Answer:
     back = torch.empty_like(out)
     back[rows] = out
     return back, final.flip(0), kept
-
-
-def _chosen(states: Tensor, order: Tensor) -> Tensor:
-    """States in another order, in memory as they were."""
-    if states.stride(-1) == 1:
-        return states[order]
-    return states.mT[order].mT
 
 
 def _split(case: Case, arguments: dict[str, Any], ask: Ask, first: Answer) -> Answer:

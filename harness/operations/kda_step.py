@@ -15,6 +15,7 @@ from ..metamorphic.gate import Rearranged
 from ..operation import Ask, CaseRequest, Inputs, Judged, Kernel, Outline, Result
 from ..poison import Ledger, same_bits
 from ..record import GateResult
+from ..replays import elsewhere
 from ._kda_inputs import EXACT, NEAR_EXACT, TOKENS, drawn_tokens, layer_arguments
 from ._kda_recurrence import Tokens, layer_of
 from ._kda_step_cases import kda_step_cases
@@ -130,11 +131,9 @@ def written_slots(case: Case) -> list[int]:
 def moved(arguments: dict[str, Any]) -> dict[str, Any]:
     """Every slot one further, the last one first; what was NaN because nobody may read it is huge."""
     pool, table = arguments["state_pool"], arguments["slot_table"]
-    elsewhere = pool.nan_to_num(nan=1e30).roll(1, 0)
-    # in memory as it was, but for gaps
-    if pool.stride(-1) != 1:
-        elsewhere = elsewhere.mT.contiguous().mT
-    return arguments | {"state_pool": elsewhere, "slot_table": torch.where(table < 0, -1, (table + 1) % len(pool))}
+    other = elsewhere(pool)
+    other.copy_(pool.nan_to_num(nan=1e30).roll(1, 0))
+    return arguments | {"state_pool": other, "slot_table": torch.where(table < 0, -1, (table + 1) % len(pool))}
 
 
 def _kernel(name: str) -> Kernel:
