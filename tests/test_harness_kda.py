@@ -28,6 +28,7 @@ from assay.harness.operations.kda import OPERATION, checkpoints_of, judged_heads
 from assay.harness.plan import DTYPES
 from assay.harness.plugin import kernel
 from assay.harness.record import Verdict
+from assay.harness.replays import _change_contents as change_contents
 from assay.harness.runner import run_case
 from assay.harness.shrink import shrink
 from assay.harness.snippet import snippet
@@ -342,3 +343,14 @@ def test_a_fault_shrinks_and_its_program_shows_it(tmp_path: Path) -> None:
     program.write_text(snippet(OPERATION, small, "assay.harness.faults.kda:output_before_the_write", place))
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=True)
     assert "worst: out" in done.stdout
+
+
+def test_other_contents_let_no_state_grow() -> None:
+    case = case_of(gate="log", beta_is_logits=False)
+    outline, inputs = OPERATION.outline(case), OPERATION.inputs(case, CPU)
+    assert outline.signed == ("g", "beta")
+    assert OPERATION.outline(case_of()).signed == ()
+    before = {name: inputs.arguments[name].clone() for name in TOKENS}
+    change_contents(inputs.arguments, outline)
+    for name, factor in (("g", 0.5), ("beta", 0.5), ("k", -0.5)):
+        assert torch.equal(inputs.arguments[name][:31], factor * before[name][:31])

@@ -70,8 +70,7 @@ class Kda:
                 Result(name="checkpoint_states", shape=(kept, *state), axes=("position", *axes), field=stored),
             ),
             follows_contents=sum(lens) > 0,
-            # a decay grows nothing, and a strength is none of another sign
-            signed=("g",) if sizes["gate"] == "log" else (),
+            signed=signed_arguments(case),
         )
 
     def oracle(self, case: Case, arguments: dict[str, Any]) -> KdaOracle:
@@ -113,6 +112,12 @@ class Kda:
     def kernels(self) -> list[Kernel]:
         """The implementations of the house, then libraries by name."""
         return [_kernel(name) for name in IMPLEMENTATIONS]
+
+
+def signed_arguments(case: Case) -> tuple[str, ...]:
+    """What grows nothing as it is, and might with another sign: a log decay, a strength."""
+    given = {"g": case.sizes["gate"] == "log", "beta": not case.sizes["beta_is_logits"]}
+    return tuple(name for name, is_final in given.items() if is_final)
 
 
 def checkpoints_of(case: Case) -> list[tuple[int, int]]:

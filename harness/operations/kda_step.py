@@ -21,7 +21,7 @@ from ._kda_recurrence import Tokens, layer_of
 from ._kda_step_cases import kda_step_cases
 from ._kda_step_gates import StepOracle, judge_step
 from ._kda_step_inputs import pool_of, table_of
-from .kda import LAYER, shape_of
+from .kda import LAYER, shape_of, signed_arguments
 
 TABLES = ("cu_seqlens", "slot_table", "num_accepted")
 # programs of the interpreter of Triton at a call
@@ -65,7 +65,7 @@ class KdaStep:
                 Result(name="state_pool", shape=pool, axes=axes, field="state_store", in_place=True),
             ),
             follows_contents=any(n and start >= 0 for n, start in zip(lens, table.starts, strict=True)),
-            signed=("g",) if sizes["gate"] == "log" else (),
+            signed=signed_arguments(case),
         )
 
     def oracle(self, case: Case, arguments: dict[str, Any]) -> StepOracle:
