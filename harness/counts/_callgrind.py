@@ -30,9 +30,9 @@ _REQUEST = bytes.fromhex("4889f8 4889f2 48c1c703 48c1c70d 48c1c73d 48c1c733 4887
 
 SECONDS = 600.0
 
-# calls that are counted of a function, of which the fewest instructions hold: in some of them the allocator or a table
-# grows, and which ones depends on where the process lies in memory (10 % of a short plan)
-_CALLS = 12
+# calls that warm up, and calls that are counted, of which the fewest instructions hold: in some the allocator or a
+# table grows, and which ones depends on where the process lies in memory (10 % of a short plan)
+_WARM_UP, _CALLS = 9, 4
 
 
 class _Callgrind:
@@ -58,12 +58,12 @@ class _Callgrind:
 
 
 def count_instructions(functions: dict[str, Callable[[], Any]]) -> None:
-    """Count ``_CALLS`` calls of each function, after three as warm-up; in a process that ``instructions_of`` starts."""
+    """Count a few calls of each function, once they are warm; in a process that ``instructions_of`` starts."""
     callgrind = _Callgrind()
     # a collection in the middle would be counted
     gc.disable()
     for name, function in functions.items():
-        for _ in range(3):
+        for _ in range(_WARM_UP):
             function()
         for _ in range(_CALLS):
             callgrind.count(name, function)
