@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import numpy as np
-
 from ..activations import captured_sizes
-from ..batches import Batch, at_edge, decode_batch, draw_scale, edge_batch, log_uniform, uneven_batch
+from ..batches import Batch, at_edge, decode_batch, draw_scale, edge_batch, log_uniform
 from ..captures import Capture
 from ..case import Case
 from ..families import FAMILIES, RARE_FAMILIES
 from ..operation import CaseRequest
+from ._draw import PackedDraw
 
 LAYOUTS = ("packed", "strided", "fused")
 SMALL = (24, 16)
@@ -31,8 +30,8 @@ def attention_cases(request: CaseRequest, op: str) -> list[Case]:
     for dtype in request.dtypes:
         for at, family in enumerate(FAMILIES):
             draw.small(family, dtype, causal=at % 2 == 0, layout=LAYOUTS[at % 3 == 1])
-        draw.add("peaked", dtype, draw.edges(), heads=(2, 1), causal=True)
-        draw.add("ramp-v", dtype, draw.wide(), NARROW, heads=(9, 3), causal=True)
+        draw.add("peaked", dtype, draw.edges(3), heads=(2, 1), causal=True)
+        draw.add("ramp-v", dtype, draw.wide(129), NARROW, heads=(9, 3), causal=True)
     # what a path of its own may be wrong in: decoding from fused rows, a single request longer than a tile can hide
     decoding = decode_batch(draw.rng, requests=4, longest=65)
     draw.add("leverage", draw.dtype(1), decoding, heads=(8, 1), causal=True, layout="fused")
@@ -120,7 +119,7 @@ def _nightly_case(draw: "_Draw") -> None:
     draw.add(
         families[int(rng.integers(len(families)))],
         draw.dtype(int(rng.integers(3))),
-        draw.any_batch(),
+        draw.any_batch(8192),
         geometry,
         heads=(kv_heads * GROUPS[int(rng.integers(len(GROUPS)))], kv_heads),
         causal=bool(rng.integers(2)),
@@ -128,49 +127,11 @@ def _nightly_case(draw: "_Draw") -> None:
     )
 
 
-class _Draw:
+class _Draw(PackedDraw):
     """Draws cases one after the other from one generator."""
 
     def __init__(self, request: CaseRequest, op: str) -> None:
-        self.request, self.op = request, op
-        self.cases: list[Case] = []
-        self.rng = np.random.default_rng([request.seed, 1])
-
-    def dtype(self, turn: int) -> str:
-        """One of the dtypes asked for, for cases that one is enough for."""
-        return self.request.dtypes[turn % len(self.request.dtypes)]
-
-    def batch(self, *, requests: int, longest: int, most_queries: int = 33) -> Batch:
-        return uneven_batch(self.rng, requests=requests, longest=longest, most_queries=most_queries, chunk=17)
-
-    def any_batch(self) -> Batch:
-        requests, longest = log_uniform(self.rng, 1, 32), log_uniform(self.rng, 32, 8192)
-        kind = int(self.rng.integers(3))
-        if kind == 0:
-            return decode_batch(self.rng, requests=requests, longest=longest)
-        if kind == 1:
-            return edge_batch(self.rng, requests=requests, most_queries=129, longest=129)
-        return self.batch(requests=requests, longest=longest, most_queries=log_uniform(self.rng, 8, 512))
-
-    def edges(self) -> Batch:
-        """Lengths around tile edges, among them queries past one tile and more queries than keys.
-
-        When causal, the first queries of the latter see nothing.
-        """
-        rng, batch = self.rng, edge_batch(self.rng, requests=3, most_queries=17, longest=65)
-        keys = at_edge(rng, 17)
-        pairs = [(65 + int(rng.integers(8)), 129 + int(rng.integers(8))), (keys + 1 + int(rng.integers(3)), keys)]
-        pairs += list(zip(batch.query_lens, batch.context_lens, strict=True))
-        order = rng.permutation(len(pairs))
-        return Batch(query_lens=[pairs[i][0] for i in order], context_lens=[pairs[i][1] for i in order])
-
-    def wide(self) -> Batch:
-        """More requests, queries and keys than one tile or warp counts; the first and the last have no query."""
-        rng = self.rng
-        long = [(129 + int(rng.integers(9)), 200 + int(rng.integers(9))), (1, 300 + int(rng.integers(9))), (64, 64)]
-        short = [(log_uniform(rng, 1, keys), keys) for keys in (2, 17, 1, 5, 128, 9)]
-        pairs = [(0, 0), *long, *short, (0, 3)]
-        return Batch(query_lens=[n for n, _ in pairs], context_lens=[m for _, m in pairs])
+        super().__init__(request, op, [1])
 
     def small(
         self,
@@ -221,7 +182,7 @@ class _Draw:
             "query_lens": query_lens,
             "key_lens": key_lens,
         }
-        self._append(family, dtype, sizes)
+        self.append(family, dtype, sizes, needs_device=count_logits(sizes) > CPU_LOGITS)
 
     def captured(self, dtype: str, *, queries: int, tokens: int) -> None:
         if self.request.geometry or self.request.heads:
@@ -230,9 +191,4 @@ class _Draw:
         sizes = {name: latent[name] for name in ("captured", "softmax_scale", "num_heads", "d_v")}
         sizes |= {"d_qk": latent["d_nope"] + latent["d_rope"], "num_kv_heads": latent["num_heads"]}
         sizes |= {"layout": "packed", "causal": True, "query_lens": [queries], "key_lens": [tokens]}
-        self._append("captured", dtype, sizes)
-
-    def _append(self, family: str, dtype: str, sizes: dict[str, Any]) -> None:
-        seed, large = int(self.rng.integers(2**31)), count_logits(sizes) > CPU_LOGITS
-        case = Case(op=self.op, family=family, dtype=dtype, seed=seed, sizes=sizes, needs_device=large)
-        self.cases.append(case)
+        self.append("captured", dtype, sizes, needs_device=count_logits(sizes) > CPU_LOGITS)

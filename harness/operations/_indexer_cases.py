@@ -1,13 +1,11 @@
 """The cases of ``indexer`` by tier: packed index queries and keys, lists longer and shorter than what is visible."""
 
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from ..batches import Batch, decode_batch, edge_batch, log_uniform, uneven_batch
+from ..batches import Batch, decode_batch, edge_batch, log_uniform
 from ..case import Case
 from ..operation import CaseRequest
+from ._draw import Draw
 from ._indexer_values import EXACT_FAMILIES, FAMILIES
 
 # one after the other; each row followed by what is no part of it; heads outside of the queries
@@ -30,8 +28,10 @@ def indexer_cases(request: CaseRequest, op: str) -> list[Case]:
     """Smoke: every family, layout and list length on short contexts. Full: models, all dtypes. Nightly: drawn."""
     draw = _Draw(request, op)
     for turn, family in enumerate(FAMILIES):
-        draw.add(family, draw.batch(requests=3, longest=90, most_queries=12), SHAPES[turn % 4], turn=turn)
-        draw.add(family, draw.batch(requests=3, longest=60, most_queries=20), SHAPES[(turn + 1) % 4], turn=turn + 1)
+        draw.add(family, draw.batch(requests=3, longest=90, most_queries=12, chunk=16), SHAPES[turn % 4], turn=turn)
+        draw.add(
+            family, draw.batch(requests=3, longest=60, most_queries=20, chunk=16), SHAPES[(turn + 1) % 4], turn=turn + 1
+        )
     for turn, family in enumerate(("diffuse", "negative", *EXACT_FAMILIES)):
         draw.add(family, _EDGES, SMALL, turn=turn)
         draw.add(family, _TILES, SHAPES[turn % 4], turn=turn + 2, topk=(16, 70)[turn % 2])
@@ -49,7 +49,7 @@ def indexer_cases(request: CaseRequest, op: str) -> list[Case]:
 def _full_cases(draw: "_Draw") -> None:
     for at, dtype in enumerate(draw.request.dtypes):
         for turn, family in enumerate(FAMILIES):
-            batch = draw.batch(requests=5, longest=400, most_queries=40)
+            batch = draw.batch(requests=5, longest=400, most_queries=40, chunk=16)
             draw.add(family, batch, SHAPES[(turn + at) % 4], turn=turn + at, dtype=dtype, topk=TOPK[turn % 5] * 4)
             edges = edge_batch(draw.rng, requests=5, most_queries=65, longest=129)
             draw.add(family, edges, SHAPES[(turn + at + 1) % 4], turn=turn, dtype=dtype)
@@ -66,28 +66,16 @@ def _full_cases(draw: "_Draw") -> None:
 def _nightly_case(draw: "_Draw") -> None:
     rng = draw.rng
     shape = log_uniform(rng, 1, 16), log_uniform(rng, 3, 128)
-    batch = draw.batch(requests=log_uniform(rng, 1, 10), longest=log_uniform(rng, 8, 1000), most_queries=40)
+    batch = draw.batch(requests=log_uniform(rng, 1, 10), longest=log_uniform(rng, 8, 1000), most_queries=40, chunk=16)
     family = FAMILIES[int(rng.integers(len(FAMILIES)))]
     draw.add(family, batch, shape, turn=int(rng.integers(30)), topk=log_uniform(rng, 1, 300))
 
 
-@dataclass(slots=True)
-class _Draw:
+class _Draw(Draw):
     """The cases so far, and what the next one is drawn from."""
 
-    request: CaseRequest
-    op: str
-    rng: np.random.Generator
-    cases: list[Case]
-
     def __init__(self, request: CaseRequest, op: str) -> None:
-        """Nothing is drawn yet."""
-        self.request, self.op, self.cases = request, op, []
-        self.rng = np.random.default_rng([request.seed, 6])
-
-    def batch(self, *, requests: int, longest: int, most_queries: int) -> Batch:
-        """One long request among shorter ones."""
-        return uneven_batch(self.rng, requests=requests, longest=longest, most_queries=most_queries, chunk=16)
+        super().__init__(request, op, [6])
 
     def add(
         self,
@@ -109,6 +97,4 @@ class _Draw:
             "key_lens": batch.context_lens,
             "layout": LAYOUTS[turn % len(LAYOUTS)],
         }
-        dtypes, seed = self.request.dtypes, int(self.rng.integers(2**31))
-        stored = dtype or dtypes[len(self.cases) % len(dtypes)]
-        self.cases.append(Case(op=self.op, family=family, dtype=stored, seed=seed, sizes=sizes, needs_device=device))
+        self.append(family, dtype or self.dtype(len(self.cases)), sizes, needs_device=device)

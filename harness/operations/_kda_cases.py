@@ -8,6 +8,7 @@ import numpy as np
 from ..batches import log_uniform
 from ..case import Case
 from ..operation import CaseRequest
+from ._draw import Draw
 from ._kda_inputs import EXACT, FAMILIES, NEAR_EXACT
 
 NIGHTLY_CASES = 30
@@ -155,16 +156,11 @@ def _nightly_case(draw: "_Draw") -> None:
     draw.add(family, draw.dtype(int(rng.integers(9))), lens, model, form)
 
 
-class _Draw:
+class _Draw(Draw):
     """Draws cases from the seed of the request."""
 
     def __init__(self, request: CaseRequest, op: str) -> None:
-        self.request, self.op = request, op
-        self.rng = np.random.default_rng([request.seed, *op.encode()])
-        self.cases: list[Case] = []
-
-    def dtype(self, turn: int) -> str:
-        return self.request.dtypes[turn % len(self.request.dtypes)]
+        super().__init__(request, op, op.encode())
 
     def lens(self, count: int, longest: int) -> list[int]:
         """Uneven lengths, some of them 0, one of them the longest."""
@@ -187,9 +183,6 @@ class _Draw:
             "seq_lens": list(lens),
             **asdict(form),
         }
-        seed = int(self.rng.integers(2**31))
         # what a state costs the oracle at every token, and an interpreted kernel at every chunk
         work = v_heads * d_k * d_v * max(sum(lens) // 4, *lens)
-        self.cases.append(
-            Case(op=self.op, family=family, dtype=dtype, seed=seed, sizes=sizes, needs_device=work > CPU_ELEMENTS)
-        )
+        self.append(family, dtype, sizes, needs_device=work > CPU_ELEMENTS)

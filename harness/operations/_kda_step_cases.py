@@ -8,6 +8,7 @@ import numpy as np
 from ..batches import log_uniform
 from ..case import Case
 from ..operation import CaseRequest
+from ._draw import Draw
 from ._kda_inputs import EXACT, NEAR_EXACT
 
 NIGHTLY_CASES = 30
@@ -87,7 +88,7 @@ def kda_step_cases(request: CaseRequest, op: str) -> list[Case]:
             for turn, form in enumerate(FORMS):
                 draw.add("diffuse", dtype, turn % len(LENS), (2, 4, 128, 128), form)
                 draw.add("slow", dtype, 4, (1, 2, 60, 100), form)
-            draw.batch("slow", dtype, [1 + at % 4 for at in range(64)], 4, (32, 32, 128, 128), PLAIN)
+            draw.add_batch("slow", dtype, [1 + at % 4 for at in range(64)], 4, (32, 32, 128, 128), PLAIN)
     if request.tier == "nightly":
         for _ in range(NIGHTLY_CASES):
             _nightly_case(draw)
@@ -128,24 +129,19 @@ def _nightly_case(draw: "_Draw") -> None:
     columns = log_uniform(rng, 1, 9)
     # a last sequence with tokens, so that a step is never empty
     lens = [int(rng.integers(columns + 1)) for _ in range(log_uniform(rng, 1, 12))]
-    draw.batch(family, draw.dtype(int(rng.integers(9))), [*lens, columns], columns, model, form)
+    draw.add_batch(family, draw.dtype(int(rng.integers(9))), [*lens, columns], columns, model, form)
 
 
-class _Draw:
+class _Draw(Draw):
     """Draws cases from the seed of the request."""
 
     def __init__(self, request: CaseRequest, op: str) -> None:
-        self.request, self.op = request, op
-        self.rng = np.random.default_rng([request.seed, *op.encode()])
-        self.cases: list[Case] = []
-
-    def dtype(self, turn: int) -> str:
-        return self.request.dtypes[turn % len(self.request.dtypes)]
+        super().__init__(request, op, op.encode())
 
     def add(self, family: str, dtype: str, batch: int, model: tuple[int, int, int, int], form: StepForm) -> None:
-        self.batch(family, dtype, LENS[batch], COLUMNS[batch], model, form)
+        self.add_batch(family, dtype, LENS[batch], COLUMNS[batch], model, form)
 
-    def batch(
+    def add_batch(
         self, family: str, dtype: str, lens: list[int], columns: int, model: tuple[int, int, int, int], form: StepForm
     ) -> None:
         heads, v_heads, d_k, d_v = model
@@ -162,8 +158,5 @@ class _Draw:
             "columns": columns,
             **asdict(form),
         }
-        seed = int(self.rng.integers(2**31))
         work = v_heads * d_k * d_v * sum(lens)
-        self.cases.append(
-            Case(op=self.op, family=family, dtype=dtype, seed=seed, sizes=sizes, needs_device=work > CPU_ELEMENTS)
-        )
+        self.append(family, dtype, sizes, needs_device=work > CPU_ELEMENTS)

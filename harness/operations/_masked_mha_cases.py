@@ -5,10 +5,11 @@ from typing import Any
 import numpy as np
 
 from ..activations import captured_sizes
-from ..batches import Batch, at_edge, decode_batch, draw_scale, edge_batch, log_uniform, uneven_batch
+from ..batches import Batch, at_edge, decode_batch, draw_scale, edge_batch, log_uniform
 from ..case import Case
 from ..families import FAMILIES, RARE_FAMILIES
 from ..operation import CaseRequest
+from ._draw import PackedDraw
 
 LAYOUTS = ("packed", "strided", "beside")
 SMALL = (24, 16)
@@ -37,8 +38,8 @@ def masked_mha_cases(request: CaseRequest, op: str) -> list[Case]:
             # whole contexts and chunks, and what is small enough to be interpreted, in other dtypes each time
             add = draw.tiny if (at + turn // 2) % 2 == 0 else draw.small
             add(family, dtype, chunk=(at + turn) % 2 == 1, layout=LAYOUTS[(at + turn) % 3])
-        draw.add("peaked", dtype, draw.edges(), heads=(2, 1), chunk=True, holes=True, layout="beside")
-        draw.add("ramp-v", dtype, draw.wide(), NARROW, heads=(4, 2), holes=True)
+        draw.add("peaked", dtype, draw.edges(2), heads=(2, 1), chunk=True, holes=True, layout="beside")
+        draw.add("ramp-v", dtype, draw.wide(65), NARROW, heads=(4, 2), holes=True)
     # what a path of its own may be wrong in
     draw.add("leverage", draw.dtype(1), decode_batch(draw.rng, requests=4, longest=65), heads=(8, 1), layout="strided")
     single = Batch(query_lens=[12], context_lens=[1088 + at_edge(draw.rng, 65)])
@@ -108,7 +109,7 @@ def _nightly_case(draw: "_Draw") -> None:
     draw.add(
         families[int(rng.integers(len(families)))],
         draw.dtype(int(rng.integers(3))),
-        draw.any_batch(),
+        draw.any_batch(4096),
         geometry,
         heads=(kv_heads * GROUPS[int(rng.integers(len(GROUPS)))], kv_heads),
         chunk=bool(rng.integers(2)),
@@ -117,46 +118,11 @@ def _nightly_case(draw: "_Draw") -> None:
     )
 
 
-class _Draw:
+class _Draw(PackedDraw):
     """Draws cases one after the other from one generator."""
 
     def __init__(self, request: CaseRequest, op: str) -> None:
-        self.request, self.op = request, op
-        self.cases: list[Case] = []
-        self.rng = np.random.default_rng([request.seed, 5])
-
-    def dtype(self, turn: int) -> str:
-        """One of the dtypes asked for, for cases that one is enough for."""
-        return self.request.dtypes[turn % len(self.request.dtypes)]
-
-    def batch(self, *, requests: int, longest: int, most_queries: int = 33) -> Batch:
-        return uneven_batch(self.rng, requests=requests, longest=longest, most_queries=most_queries, chunk=17)
-
-    def any_batch(self) -> Batch:
-        requests, longest = log_uniform(self.rng, 1, 32), log_uniform(self.rng, 32, 4096)
-        kind = int(self.rng.integers(3))
-        if kind == 0:
-            return decode_batch(self.rng, requests=requests, longest=longest)
-        if kind == 1:
-            return edge_batch(self.rng, requests=requests, most_queries=129, longest=129)
-        return self.batch(requests=requests, longest=longest, most_queries=log_uniform(self.rng, 8, 512))
-
-    def edges(self) -> Batch:
-        """Lengths around tile edges, among them queries past one tile and more queries than keys."""
-        rng, batch = self.rng, edge_batch(self.rng, requests=2, most_queries=17, longest=65)
-        keys = at_edge(rng, 17)
-        pairs = [(65 + int(rng.integers(8)), 129 + int(rng.integers(8))), (keys + 1 + int(rng.integers(3)), keys)]
-        pairs += list(zip(batch.query_lens, batch.context_lens, strict=True))
-        order = rng.permutation(len(pairs))
-        return Batch(query_lens=[pairs[i][0] for i in order], context_lens=[pairs[i][1] for i in order])
-
-    def wide(self) -> Batch:
-        """More requests, queries and keys than one tile or warp counts; the first and the last have no query."""
-        rng = self.rng
-        long = [(65 + int(rng.integers(9)), 200 + int(rng.integers(9))), (1, 300 + int(rng.integers(9))), (64, 64)]
-        short = [(log_uniform(rng, 1, keys), keys) for keys in (2, 17, 1, 5, 128, 9)]
-        pairs = [(0, 0), *long, *short, (0, 3)]
-        return Batch(query_lens=[n for n, _ in pairs], context_lens=[m for _, m in pairs])
+        super().__init__(request, op, [5])
 
     def small(
         self,
@@ -227,9 +193,7 @@ class _Draw:
 
     def _append(self, family: str, dtype: str, sizes: dict[str, Any]) -> None:
         logits = sizes["num_heads"] * sum(n * m for n, m in zip(sizes["query_lens"], sizes["key_lens"], strict=True))
-        seed, large = int(self.rng.integers(2**31)), logits > CPU_LOGITS
-        case = Case(op=self.op, family=family, dtype=dtype, seed=seed, sizes=sizes, needs_device=large)
-        self.cases.append(case)
+        self.append(family, dtype, sizes, needs_device=logits > CPU_LOGITS)
 
 
 def _span(rng: np.random.Generator, queries: int, context: int) -> tuple[int, int]:

@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import numpy as np
-
 from ..activations import captured_sizes
-from ..batches import Batch, decode_batch, draw_scale, edge_batch, log_uniform, uneven_batch
+from ..batches import Batch, decode_batch, draw_scale, edge_batch, log_uniform
 from ..captures import Capture
 from ..case import Case
 from ..families import FAMILIES, RARE_FAMILIES
 from ..operation import CaseRequest
+from ._draw import Draw
 
 LAYOUTS = ("split", "bundled", "shared", "vast")
 # (R, Dn, Dr, Dv, heads): small ones for every machine, then models as one GPU sees them
@@ -164,20 +163,11 @@ def _nightly_case(draw: "_Draw") -> None:
     draw.add(family, draw.dtype(int(rng.integers(3))), model, batch, chunk=chunk, layout=layout)
 
 
-class _Draw:
+class _Draw(Draw):
     """Draws cases one after the other from one generator."""
 
     def __init__(self, request: CaseRequest, op: str) -> None:
-        self.request, self.op = request, op
-        self.cases: list[Case] = []
-        self.rng = np.random.default_rng([request.seed, 2])
-
-    def dtype(self, turn: int) -> str:
-        """One of the dtypes asked for, for cases that one is enough for."""
-        return self.request.dtypes[turn % len(self.request.dtypes)]
-
-    def batch(self, *, requests: int, longest: int, most_queries: int, chunk: int) -> Batch:
-        return uneven_batch(self.rng, requests=requests, longest=longest, most_queries=most_queries, chunk=chunk)
+        super().__init__(request, op, [2])
 
     def add(
         self,
@@ -207,15 +197,10 @@ class _Draw:
             "layout": layout,
         }
         large = device_cap and expanded_products(sizes) > CPU_PRODUCTS
-        self._append(family, dtype, sizes, needs_device=layout == "vast" or large)
+        self.append(family, dtype, sizes, needs_device=layout == "vast" or large)
 
     def captured(self, dtype: str, *, queries: int, tokens: int, chunk: int) -> None:
         if self.request.geometry or self.request.heads:
             return
         sizes = captured_sizes("mla_smollm2") | {"query_lens": [queries], "context_lens": [tokens]}
-        self._append("captured", dtype, sizes | {"history_chunk_size": chunk, "layout": "bundled"}, needs_device=False)
-
-    def _append(self, family: str, dtype: str, sizes: dict[str, Any], *, needs_device: bool) -> None:
-        seed = int(self.rng.integers(2**31))
-        case = Case(op=self.op, family=family, dtype=dtype, seed=seed, sizes=sizes, needs_device=needs_device)
-        self.cases.append(case)
+        self.append("captured", dtype, sizes | {"history_chunk_size": chunk, "layout": "bundled"}, needs_device=False)

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import numpy as np
-
-from ..batches import Batch, draw_scale, log_uniform, uneven_batch
+from ..batches import Batch, draw_scale, log_uniform
 from ..case import Case
 from ..operation import CaseRequest
+from ._draw import Draw
 from ._sparse_mla_lists import HOLES, LENGTHS, ORDERS, REPEATS, SOURCES, TAILS
 from ._sparse_mla_values import FAMILIES, SINKS
 
@@ -157,20 +156,11 @@ def _nightly_case(draw: "_Draw") -> None:
     )
 
 
-class _Draw:
+class _Draw(Draw):
     """Draws cases one after the other from one generator."""
 
     def __init__(self, request: CaseRequest, op: str) -> None:
-        self.request, self.op = request, op
-        self.cases: list[Case] = []
-        self.rng = np.random.default_rng([request.seed, 5])
-
-    def dtype(self, turn: int) -> str:
-        """One of the dtypes asked for, for cases that one is enough for."""
-        return self.request.dtypes[turn % len(self.request.dtypes)]
-
-    def batch(self, *, requests: int, longest: int, most_queries: int) -> Batch:
-        return uneven_batch(self.rng, requests=requests, longest=longest, most_queries=most_queries, chunk=17)
+        super().__init__(request, op, [5])
 
     def small(
         self,
@@ -239,9 +229,8 @@ class _Draw:
             "layout": layout,
             **kind,
         }
-        seed = int(self.rng.integers(2**31))
         products = sum(batch.query_lens) * topk * heads * (d_qk + d_v)
         # of what rounded queries would do, for each query and head
         covariance = sum(batch.query_lens) * heads * d_qk * d_v * min(d_qk, d_v)
         large = layout == "vast" or products > CPU_PRODUCTS or covariance > CPU_COVARIANCE
-        self.cases.append(Case(op=self.op, family=family, dtype=dtype, seed=seed, sizes=sizes, needs_device=large))
+        self.append(family, dtype, sizes, needs_device=large)

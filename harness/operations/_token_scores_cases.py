@@ -3,12 +3,11 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
-from ..batches import Batch, decode_batch, draw_scale, edge_batch, log_uniform, uneven_batch
+from ..batches import Batch, decode_batch, draw_scale, edge_batch, log_uniform
 from ..captures import Capture
 from ..case import Case
 from ..operation import CaseRequest
+from ._draw import Draw
 from ._mla_prefill_cases import CPU_PRODUCTS, MODELS, SMALL, SMALL_NOPE
 
 MODES = ("logits", "probability")
@@ -145,19 +144,11 @@ def _nightly_case(draw: "_Draw") -> None:
     draw.add(family, draw.dtype(int(rng.integers(3))), model, batch, mode, seen, chunk=chunk)
 
 
-class _Draw:
+class _Draw(Draw):
     """Draws cases one after the other from one generator."""
 
     def __init__(self, request: CaseRequest, op: str) -> None:
-        self.request, self.op = request, op
-        self.cases: list[Case] = []
-        self.rng = np.random.default_rng([request.seed, 3])
-
-    def dtype(self, turn: int) -> str:
-        return self.request.dtypes[turn % len(self.request.dtypes)]
-
-    def batch(self, *, requests: int, longest: int, most_queries: int, chunk: int) -> Batch:
-        return uneven_batch(self.rng, requests=requests, longest=longest, most_queries=most_queries, chunk=chunk)
+        super().__init__(request, op, [3])
 
     def add(
         self,
@@ -195,6 +186,4 @@ class _Draw:
             "ranges": seen.ranges,
         }
         products = sum(batch.context_lens) * heads * rank * (d_nope + d_v)
-        seed = int(self.rng.integers(2**31))
-        device = products > CPU_PRODUCTS
-        self.cases.append(Case(op=self.op, family=family, dtype=dtype, seed=seed, sizes=sizes, needs_device=device))
+        self.append(family, dtype, sizes, needs_device=products > CPU_PRODUCTS)

@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from ..batches import Batch, edge_batch, log_uniform, uneven_batch
+from ..batches import Batch, edge_batch, log_uniform
 from ..case import Case
 from ..operation import CaseRequest
+from ._draw import Draw
 from ._topk_mask_lists import FAMILIES
 
 # rows of the mask and keys of a tile of the map; none
@@ -51,9 +50,11 @@ def topk_mask_cases(request: CaseRequest, op: str) -> list[Case]:
         draw.add(family, _BATCHES[turn % 4], topk=(24, 7, 40, 64)[turn % 4], turn=turn)
         # of one shape with the one before: what that left behind is in its way
         draw.add(FAMILIES[turn - 1], _BATCHES[turn % 4], topk=(24, 7, 40, 64)[turn % 4], turn=turn)
-        draw.add(family, draw.batch(requests=3, longest=150, most_queries=9), topk=24, turn=turn + 1)
+        draw.add(family, draw.batch(requests=3, longest=150, most_queries=9, chunk=31), topk=24, turn=turn + 1)
         if family != "indexed":
-            draw.add(family, draw.batch(requests=3, longest=110, most_queries=9), topk=40, turn=turn + 2, at=turn)
+            draw.add(
+                family, draw.batch(requests=3, longest=110, most_queries=9, chunk=31), topk=40, turn=turn + 2, at=turn
+            )
     draw.add("diffuse", _ODD, topk=5, turn=0)
     draw.add("holes", _ODD, topk=5, turn=1, at=0)
     draw.add("duplicates", _ALONE, topk=1, turn=0)
@@ -73,7 +74,7 @@ def topk_mask_cases(request: CaseRequest, op: str) -> list[Case]:
 def _full_cases(draw: "_Draw") -> None:
     for turn, family in enumerate(FAMILIES):
         for at in (None, turn, turn + 1):
-            batch = draw.batch(requests=5, longest=700, most_queries=40)
+            batch = draw.batch(requests=5, longest=700, most_queries=40, chunk=31)
             draw.add(family, batch, topk=(64, 129, 200)[turn % 3], turn=turn, at=None if family == "indexed" else at)
         edges = edge_batch(draw.rng, requests=5, most_queries=65, longest=129)
         draw.add(family, edges, topk=(1, 16, 33, 65)[turn % 4], turn=turn + 2)
@@ -92,7 +93,7 @@ def _full_cases(draw: "_Draw") -> None:
 def _nightly_case(draw: "_Draw") -> None:
     rng = draw.rng
     longest = log_uniform(rng, 32, 20000)
-    batch = draw.batch(requests=log_uniform(rng, 1, 12), longest=longest, most_queries=60)
+    batch = draw.batch(requests=log_uniform(rng, 1, 12), longest=longest, most_queries=60, chunk=31)
     chunk = None
     if rng.integers(2):
         chunk = Chunk(start=int(rng.integers(longest // 2)), size=log_uniform(rng, 1, longest))
@@ -101,23 +102,11 @@ def _nightly_case(draw: "_Draw") -> None:
     draw.add(family, batch, topk=log_uniform(rng, 1, 300), turn=turn, chunk=chunk)
 
 
-@dataclass(slots=True)
-class _Draw:
+class _Draw(Draw):
     """The cases so far, and what the next one is drawn from."""
 
-    request: CaseRequest
-    op: str
-    rng: np.random.Generator
-    cases: list[Case]
-
     def __init__(self, request: CaseRequest, op: str) -> None:
-        """Nothing is drawn yet."""
-        self.request, self.op, self.cases = request, op, []
-        self.rng = np.random.default_rng([request.seed, 5])
-
-    def batch(self, *, requests: int, longest: int, most_queries: int) -> Batch:
-        """Uneven, and ragged against words."""
-        return uneven_batch(self.rng, requests=requests, longest=longest, most_queries=most_queries, chunk=31)
+        super().__init__(request, op, [5])
 
     def add(
         self,
@@ -146,6 +135,4 @@ class _Draw:
             "exact_cap": turn % 2 == 0,
         }
         # no index has the dtype of the step; the cases share them, so that a run of one dtype has some
-        dtype = self.request.dtypes[len(self.cases) % len(self.request.dtypes)]
-        seed = int(self.rng.integers(2**31))
-        self.cases.append(Case(op=self.op, family=family, dtype=dtype, seed=seed, sizes=sizes, needs_device=device))
+        self.append(family, self.dtype(len(self.cases)), sizes, needs_device=device)
