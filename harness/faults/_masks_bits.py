@@ -177,6 +177,12 @@ def last_key_lost(**arguments: Any) -> Returned:
     return mask_twin(arguments, keys=lambda entries, first, count: keys(entries, first, count - 1))
 
 
+@planted(OP, NUMERIC, source="a length of at least 1, so that there is something to launch")
+def a_key_where_there_is_none(**arguments: Any) -> Returned:
+    """A request without keys is taken to have one."""
+    return mask_twin(arguments, keys=lambda entries, first, count: keys(entries, first, max(1, count)))
+
+
 @planted(OP, NUMERIC, source="0 taken for padding")
 def first_key_lost(**arguments: Any) -> Returned:
     """Positions must be above 0."""

@@ -1,4 +1,4 @@
-"""Faults of ``topk_mask`` in rows, chunks, tiles and memory."""
+"""Faults of ``topk_mask`` in rows, chunks and memory."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,10 +13,8 @@ from ._masks import (
     answered,
     bounds,
     entries,
-    mapped,
     mask_of,
     mask_twin,
-    query_tiles,
     rows,
     words_of,
 )
@@ -142,76 +140,6 @@ def neighbours_share_a_list(**arguments: Any) -> Returned:
         return lists[torch.arange(len(lists), device=lists.device) // 2 * 2]
 
     return mask_twin(arguments, entries=shared)
-
-
-def _held_by(look: Any) -> Any:
-    """A map by another look at each tile."""
-    return lambda mask, a: mapped(mask, a, query_tiles(a), lambda part: bool(look(part)))
-
-
-@planted(OP, NUMERIC, source="a tile seen through its first query")
-def map_of_first_queries(**arguments: Any) -> Returned:
-    """Only the first query of a tile is looked at."""
-    return mask_twin(arguments, held=_held_by(lambda part: (part[:1] != 0).any()))
-
-
-@planted(OP, NUMERIC, rows=("FC-071",))
-def map_of_first_words(**arguments: Any) -> Returned:
-    """Only the first word of a tile is looked at."""
-    return mask_twin(arguments, held=_held_by(lambda part: (part[:, :1] != 0).any()))
-
-
-@planted(OP, NUMERIC, rows=("F13",), source="a negative word taken for none")
-def map_of_positive_words(**arguments: Any) -> Returned:
-    """A word counts if it is above 0."""
-    return mask_twin(arguments, held=_held_by(lambda part: (part > 0).any()))
-
-
-@planted(OP, NUMERIC, rows=("F13",), source="words added instead of or-ed")
-def map_by_the_sum_of_words(**arguments: Any) -> Returned:
-    """A tile whose words sum to 0 in 32 bits holds none: two sign bits do."""
-    return mask_twin(arguments, held=_held_by(lambda part: part.sum(dtype=torch.int32) != 0))
-
-
-@planted(OP, NUMERIC, source="tiles counted through the packed queries")
-def tiles_across_requests(**arguments: Any) -> Returned:
-    """A tile may begin in one request and end in the next."""
-
-    def packed(mask: Tensor, a: Mapping[str, Any]) -> Tensor:
-        count, step = len(query_tiles(a)), a["tile"][0]
-        ranges = [(step * at, step * (at + 1)) for at in range(count)]
-        return mapped(mask, a, ranges, lambda part: bool((part != 0).any()))
-
-    return mask_twin(arguments, held=packed)
-
-
-@planted(OP, NUMERIC, STRUCTURE, source="tile of the other kernel")
-def tiles_half_as_wide(**arguments: Any) -> Returned:
-    """Tiles of keys are half as wide as asked for, as many as there should be."""
-
-    def narrow(mask: Tensor, a: Mapping[str, Any]) -> Tensor:
-        wanted = -(-mask.shape[1] // (a["tile"][1] // 32))
-        half = {**a, "tile": (a["tile"][0], max(32, a["tile"][1] // 2))}
-        return mapped(mask, half, query_tiles(a), lambda part: bool((part != 0).any()))[:, :wanted].contiguous()
-
-    return mask_twin(arguments, held=narrow)
-
-
-@planted(OP, NUMERIC, source="a map that skips nothing")
-def map_says_everything(**arguments: Any) -> Returned:
-    """Every tile is said to hold a bit, which costs time alone, until a reader trusts it."""
-    return mask_twin(arguments, held=_held_by(lambda part: True))
-
-
-@planted(OP, NUMERIC, source="the last tile of keys not looked at")
-def map_without_the_last_tile(**arguments: Any) -> Returned:
-    """A tile that the keys do not fill is left out."""
-
-    def whole(mask: Tensor, a: Mapping[str, Any]) -> Tensor:
-        words = a["tile"][1] // 32
-        return mapped(mask, a, query_tiles(a), lambda part: part.shape[1] == words and bool((part != 0).any()))
-
-    return mask_twin(arguments, held=whole)
 
 
 _LEFT: dict[tuple[int, ...], Tensor] = {}

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from . import NotApplicable, _masks_bits, _masks_rows, named
+from . import NotApplicable, _masks_bits, _masks_rows, _masks_tiles, named
 
-PARTS = (_masks_bits, _masks_rows)
+PARTS = (_masks_bits, _masks_rows, _masks_tiles)
 
 _OF_ATTENTION = "of masked_mha, which reads a mask"
 NOT_APPLICABLE = (

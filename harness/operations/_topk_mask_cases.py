@@ -39,6 +39,7 @@ _ALONE = Batch(query_lens=[19], context_lens=[97])
 _ODD = Batch(query_lens=[5, 0, 3, 7], context_lens=[40, 9, 0, 4])
 # tiles of 16 and 64 queries end beside these
 _TILES = Batch(query_lens=[17, 16, 15], context_lens=[129, 127, 128])
+_TALL = Batch(query_lens=[130], context_lens=[140])
 _LONG = Batch(query_lens=[2, 1], context_lens=[70001, 33])
 _BATCHES = (_SHORT, _WORDS, _ALONE, _TILES)
 
@@ -57,10 +58,15 @@ def topk_mask_cases(request: CaseRequest, op: str) -> list[Case]:
             )
     draw.add("diffuse", _ODD, topk=5, turn=0)
     draw.add("holes", _ODD, topk=5, turn=1, at=0)
+    # lists of keys of others where there is no key
+    draw.add("outside", _ODD, topk=9, turn=2)
     draw.add("duplicates", _ALONE, topk=1, turn=0)
     draw.add("outside", _ALONE, topk=130, turn=1, at=1)
     # tiles of words that are negative and nothing else
     draw.add("signs", _TILES, topk=7, turn=0)
+    # a tile of 128 queries, the last of which alone see keys of the second one; tiles that begin with a chunk
+    draw.add("clustered", _TALL, topk=40, turn=4)
+    draw.add("late", _TILES, topk=7, turn=3, chunk=CHUNKS[3])
     draw.add("signs", _LONG, topk=33, turn=1)
     draw.add("late", _LONG, topk=70, turn=0)
     if request.tier != "smoke":
