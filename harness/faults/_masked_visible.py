@@ -58,6 +58,21 @@ def diagonal_tile_not_masked_by_causality(**arguments: Any) -> State:
     return masked_twin(arguments, past=lambda span: _past_by(span, lambda query: query | 15))
 
 
+@planted(OP, NUMERIC, NONFINITE, source="FlexAttention: full blocks go without the mask function")
+def full_tiles_without_causality(**arguments: Any) -> State:
+    """A tile of 16 queries and 32 keys whose bits are all set is taken to need no mask at all."""
+
+    def full(logits: Tensor, selected: Tensor, own: Tensor) -> Tensor:
+        seen = selected & own
+        for queries in range(0, selected.shape[0], 16):
+            for keys in range(0, selected.shape[1], 32):
+                tile = slice(queries, queries + 16), slice(keys, keys + 32)
+                seen[tile] |= selected[tile].all()
+        return hide(logits, seen, seen)
+
+    return masked_twin(arguments, hide=full)
+
+
 @planted(OP, NUMERIC, NONFINITE, rows=("FC-009",))
 def sees_one_future_key(**arguments: Any) -> State:
     """The causal limit lies one key too far."""

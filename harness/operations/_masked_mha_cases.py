@@ -10,6 +10,7 @@ from ..case import Case
 from ..families import FAMILIES, RARE_FAMILIES
 from ..operation import CaseRequest
 from ._draw import PackedDraw
+from ._masked_mha_selection import EVERY_KEY
 
 LAYOUTS = ("packed", "strided", "beside")
 SMALL = (24, 16)
@@ -49,6 +50,9 @@ def masked_mha_cases(request: CaseRequest, op: str) -> list[Case]:
     # tiles of queries that begin with their request, at no multiple of their size, with few keys in common
     skewed = Batch(query_lens=[9, 40, 23, 37], context_lens=[30, 190, 150, 230])
     draw.add("diffuse", draw.dtype(2), skewed, heads=(2, 1), holes=True)
+    # whole tiles of set bits, on the diagonal and behind the last key, which a kernel may think need no mask
+    short = Batch(query_lens=[33, 70, 3], context_lens=[97, 70, 40])
+    draw.add("diffuse", draw.dtype(2), short, heads=(2, 1), layout="strided", dense=True)
     # few enough tiles for keys in chunks to be interpreted, too
     draw.add("exact-one-hot", draw.dtype(0), Batch(query_lens=[3], context_lens=[50]), heads=(1, 1), layout="beside")
     if request.tier != "smoke":
@@ -158,6 +162,7 @@ class _Draw(PackedDraw):
         chunk: bool = False,
         holes: bool = False,
         layout: str = "packed",
+        dense: bool = False,
     ) -> None:
         rng, asked = self.rng, self.request.heads
         num_heads, num_kv_heads = heads if asked is None else (asked, asked)
@@ -176,7 +181,7 @@ class _Draw(PackedDraw):
             "query_starts": [m - n for n, m in zip(batch.query_lens, contexts, strict=True)],
             "key_starts": [start for start, _ in spans],
             "mask_words": max(1, -(-max(contexts) // 32)) + int(rng.integers(2)),
-            "selection_seeds": [int(rng.integers(SEEDS)) for _ in contexts],
+            "selection_seeds": [EVERY_KEY if dense else int(rng.integers(SEEDS)) for _ in contexts],
             "key_holes": [_hole(rng, span) if holes else 0 for span in spans],
         }
         self._append(family, dtype, sizes)

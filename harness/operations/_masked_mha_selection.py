@@ -22,6 +22,8 @@ KINDS = ("none", "one", "few", "eighth", "half", "all", "ends", "recent")
 # those whose number of keys is a power of two, which gives exact means
 COUNTED = ("none", "one", "few", "few")
 SHARES = {"eighth": 0.125, "half": 0.5, "all": 1.0}
+# the seed of a request whose queries select every key, past and future, as where no context is longer than a list
+EVERY_KEY = 0
 # share of the holes beyond the first one, and of those that neighbouring queries have beside them
 HOLES, OWN_HOLES = 0.25, 0.5
 NEIGHBOURS = 16
@@ -34,7 +36,8 @@ def selected_bits(seed: int, first_query: int, queries: int, num_bits: int, *, h
     """Bits of the neighbouring queries of one request, ``[queries, num_bits]``, bool; not to be written.
 
     Of its past a query selects what its kind says, of the future half of the keys. Some stretches are holes, of which
-    no query of the request selects anything, the first one among them; neighbouring queries have more in common.
+    no query of the request selects anything, the first one among them; neighbouring queries have more in common. With
+    the seed ``EVERY_KEY`` every bit is set.
 
     Args:
         seed: Of the request.
@@ -44,6 +47,8 @@ def selected_bits(seed: int, first_query: int, queries: int, num_bits: int, *, h
         hole: Keys of a hole, 0 for none; holes begin at its multiples.
         counted: Whether every query selects ``2^k`` keys of its past, or none.
     """
+    if seed == EVERY_KEY and not counted:
+        return torch.ones(queries, num_bits, dtype=torch.bool)
     holes = _holes([seed], num_bits, hole, HOLES)
     holes[:hole] = True
     rows: list[Row] = []
