@@ -158,6 +158,24 @@ def last_partial_tile_of_keys_dropped(**arguments: Any) -> Lists:
     return index_twin(arguments, best=whole)
 
 
+@planted(OP, NUMERIC, source="as many keys as one block sorts")
+def keys_past_1024_dropped(**arguments: Any) -> Lists:
+    """Only 1024 keys of a request are looked at."""
+    return index_twin(arguments, best=lambda found, topk: best(found[:, :1024], topk))
+
+
+@planted(OP, NUMERIC, source="as many candidates as a block keeps")
+def lists_end_at_128(**arguments: Any) -> Lists:
+    """Longer lists go on with nothing."""
+
+    def shorter(found: Tensor, topk: int) -> Lists:
+        keys, ordered = best(found, topk)
+        keys[:, 128:], ordered[:, 128:] = -1, NEVER
+        return keys, ordered
+
+    return index_twin(arguments, best=shorter)
+
+
 @planted(OP, NUMERIC, source="chosen by the upper half of the bits")
 def chosen_in_bfloat16(**arguments: Any) -> Lists:
     """Keys are ranked by scores in bfloat16, and reported with the exact ones."""

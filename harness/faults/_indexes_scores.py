@@ -145,6 +145,12 @@ def later_queries_see_one_more(**arguments: Any) -> Lists:
     return index_twin(arguments, last_key=lambda n, m: last_key(n, m) + (torch.arange(n) >= 16))
 
 
+@planted(OP, NUMERIC, source="the second tile of queries, of the usual size")
+def queries_past_64_see_one_more(**arguments: Any) -> Lists:
+    """Queries past the 64th of a request see one key too many."""
+    return index_twin(arguments, last_key=lambda n, m: last_key(n, m) + (torch.arange(n) >= 64))
+
+
 @planted(OP, NUMERIC, NONFINITE, source="a finite number for what is hidden")
 def hidden_keys_score_0(**arguments: Any) -> Lists:
     """The future scores 0, which is more than a negative score."""

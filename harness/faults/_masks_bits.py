@@ -201,6 +201,12 @@ def last_partial_block_of_entries_dropped(**arguments: Any) -> Returned:
     return mask_twin(arguments, keys=lambda e, first, count: keys(e[:, : e.shape[1] // 16 * 16], first, count))
 
 
+@planted(OP, NUMERIC, source="one block of threads for a list")
+def entries_past_1024_dropped(**arguments: Any) -> Returned:
+    """Only 1024 entries of a list are looked at."""
+    return mask_twin(arguments, keys=lambda e, first, count: keys(e[:, :1024], first, count))
+
+
 @planted(OP, NUMERIC, source="causality in the mask")
 def future_cut_off(**arguments: Any) -> Returned:
     """Keys after a query are left out, though the mask says nothing of causality."""

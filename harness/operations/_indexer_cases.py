@@ -23,6 +23,9 @@ _EDGES = Batch(query_lens=[6, 0, 3, 9, 1], context_lens=[6, 7, 0, 4, 1])
 # one more than a tile of queries and of keys, a prompt shorter than one, a query behind a history
 _TILES = Batch(query_lens=[33, 3, 1], context_lens=[129, 3, 65])
 
+# queries, keys and lists of more than one block of each
+_WIDE = Batch(query_lens=[70, 2], context_lens=[150, 1100])
+
 
 def indexer_cases(request: CaseRequest, op: str) -> list[Case]:
     """Smoke: every family, layout and list length on short contexts. Full: models, all dtypes. Nightly: drawn."""
@@ -38,6 +41,8 @@ def indexer_cases(request: CaseRequest, op: str) -> list[Case]:
     for turn in range(3):
         draw.add("diffuse", decode_batch(draw.rng, requests=4, longest=200), SMALL, turn=turn, topk=64)
         draw.add("large", _TILES, (2, 64), turn=turn)
+    for turn, family in enumerate(("diffuse", "exact-rising")):
+        draw.add(family, _WIDE, (2, 64), turn=turn, topk=200)
     if request.tier != "smoke":
         _full_cases(draw)
     if request.tier == "nightly":

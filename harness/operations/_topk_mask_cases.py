@@ -69,6 +69,8 @@ def topk_mask_cases(request: CaseRequest, op: str) -> list[Case]:
     draw.add("late", _TILES, topk=7, turn=3, chunk=CHUNKS[3])
     draw.add("signs", _LONG, topk=33, turn=1)
     draw.add("late", _LONG, topk=70, turn=0)
+    # more entries than one block of threads has
+    draw.add("diffuse", Batch(query_lens=[2], context_lens=[1500]), topk=1100, turn=0)
     if request.tier != "smoke":
         _full_cases(draw)
     if request.tier == "nightly":
