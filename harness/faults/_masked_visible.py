@@ -10,7 +10,7 @@ from torch import Tensor
 from ..record import Verdict
 from . import _softmax, planted
 from ._chunked import NEVER, State, finite_shift, normalised, softmax, weighted
-from ._masked import Span, hide, masked_twin, past
+from ._masked import Span, bits, hide, masked_twin, past, spans
 from ._softmax import Online, even_tiles
 
 OP = "masked_mha"
@@ -71,6 +71,27 @@ def full_tiles_without_causality(**arguments: Any) -> State:
         return hide(logits, seen, seen)
 
     return masked_twin(arguments, hide=full)
+
+
+@planted(OP, NUMERIC, NONFINITE, source="full blocks go without the mask of the tail")
+def full_tiles_without_bounds(**arguments: Any) -> State:
+    """Tiles of 32 keys whose bits are all set for 16 queries are read to their end, past the last key of a chunk."""
+    own, most, bits_there = spans(arguments), len(arguments["k"]), 32 * arguments["mask"].shape[1]
+
+    def longer(a: Mapping[str, Any]) -> list[Span]:
+        ends = [min(most, s.keys.stop + min(-s.num_keys % 32, bits_there - s.first_key - s.num_keys)) for s in own]
+        return [replace(span, keys=slice(span.keys.start, end)) for span, end in zip(own, ends, strict=True)]
+
+    def bounded(span: Span) -> Tensor:
+        count = own[span.request].num_keys
+        selected = bits(arguments["mask"][span.queries], span.first_key, span.num_keys)
+        inside = (torch.arange(span.num_keys) < count).repeat(span.num_queries, 1)
+        for query in range(0, span.num_queries, 16):
+            tile = slice(query, query + 16), slice(count // 32 * 32, None)
+            inside[tile] |= selected[tile].all()
+        return past(span) & inside
+
+    return masked_twin(arguments, spans=longer, past=bounded)
 
 
 @planted(OP, NUMERIC, NONFINITE, rows=("FC-009",))

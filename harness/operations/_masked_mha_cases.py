@@ -53,6 +53,8 @@ def masked_mha_cases(request: CaseRequest, op: str) -> list[Case]:
     # whole tiles of set bits, on the diagonal and behind the last key, which a kernel may think need no mask
     short = Batch(query_lens=[33, 70, 3], context_lens=[97, 70, 40])
     draw.add("diffuse", draw.dtype(2), short, heads=(2, 1), layout="strided", dense=True)
+    short = Batch(query_lens=[33, 5, 20, 9, 17, 3], context_lens=[97, 80, 70, 90, 60, 40])
+    draw.add("diffuse", draw.dtype(0), short, heads=(2, 1), chunk=True, dense=True)
     # few enough tiles for keys in chunks to be interpreted, too
     draw.add("exact-one-hot", draw.dtype(0), Batch(query_lens=[3], context_lens=[50]), heads=(1, 1), layout="beside")
     if request.tier != "smoke":
