@@ -50,6 +50,14 @@ def index_past_the_cache_is_clamped(**arguments: Any) -> Three:
     return sparse_twin({**arguments, "indices": arguments["indices"].clamp(max=len(arguments["kv"]) - 1)})
 
 
+@planted(OP, *ANY_ROW, source="indices packed in pairs")
+def rows_numbered_in_16_bits(**arguments: Any) -> Three:
+    """Rows past 2^16 are looked for among the first."""
+    indices = arguments["indices"]
+    inside = (indices >= 0) & (indices < len(arguments["kv"]))
+    return sparse_twin({**arguments, "indices": torch.where(inside, indices & 0xFFFF, indices)})
+
+
 @planted(OP, *ANY_ROW, source="decode kernels, in which only -1 is padding")
 def only_minus_one_is_padding(**arguments: Any) -> Three:
     """Other negative numbers count from the end."""

@@ -67,6 +67,8 @@ def sparse_mla_cases(request: CaseRequest, op: str) -> list[Case]:
     draw.add("ramp-v", draw.dtype(2), Batch(query_lens=[2], context_lens=[1300]), SMALL, 2, topk=1153, **KINDS[6])
     draw.add("peaked", draw.dtype(2), Batch(query_lens=[20], context_lens=[200]), SMALL, 17, topk=129, **KINDS[3])
     draw.add("constant-v", draw.dtype(2), Batch(query_lens=[8], context_lens=[700]), SMALL, 1, topk=513, **KINDS[6])
+    # rows whose numbers 16 bits do not hold
+    draw.add("diffuse", draw.dtype(2), Batch(query_lens=[3], context_lens=[70001]), SMALL, 1, topk=60, **KINDS[0])
     if request.tier != "smoke":
         _full_cases(draw)
     if request.tier == "nightly":
