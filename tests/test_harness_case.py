@@ -56,13 +56,13 @@ GOLDEN = {
     ),
     "kda": (
         "kda-diffuse-float32-4e0a16ef",
-        "kda-diffuse-float16-f84b5eb7",
-        "kda-slow-float16-c0de1cea",
+        "kda-diffuse-bfloat16-2e04d5d4",
+        "kda-slow-float16-4d27a6fd",
     ),
     "kda_step": (
         "kda_step-diffuse-float32-b4efc3dc",
         "kda_step-diffuse-float16-cfbe8dd7",
-        "kda_step-diffuse-bfloat16-beb84aad",
+        "kda_step-diffuse-bfloat16-3fd2c780",
     ),
     "mla_prefill": (
         "mla_prefill-diffuse-float32-63cca00f",
@@ -76,8 +76,8 @@ DIGESTS = {
     "sparse_mla": "383721b80dae",
     "topk_mask": "82c57999d085",
     "indexer": "f4b78d59900f",
-    "kda": "38dfc62d587d",
-    "kda_step": "2b0369aa3189",
+    "kda": "252e92fc7cf3",
+    "kda_step": "a047048bf49b",
     "attention": "1d18557ad89b",
     "masked_mha": "f1c342aaeaa5",
     "mla_prefill": "c525ffc48876",

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..record import Verdict
 from . import planted
-from ._kda_twin import Answer, kda_twin, log_decay, normalised, strength
+from ._kda_twin import Answer, Arguments, kda_twin, log_decay, normalised, strength
 
 OP = "kda"
 NUMERIC, NONFINITE = Verdict.NUMERIC, Verdict.NONFINITE
@@ -79,6 +79,12 @@ def scale_of_values(**arguments: Any) -> Answer:
     return kda_twin(arguments | {"scale": arguments["v"].shape[2] ** -0.5})
 
 
+@planted(OP, NUMERIC, source="a scale that goes with the norm")
+def scale_of_normalised_rows(**arguments: Any) -> Answer:
+    """Where rows are normalised the scale is taken from the width of a key."""
+    return kda_twin(arguments | {"scale": scale_under_a_norm(arguments)})
+
+
 @planted(OP, NUMERIC, source="FlashKDA: the scale in bfloat16 is a bias of 1e-4 of every output")
 def scale_in_bfloat16(**arguments: Any) -> Answer:
     """The scale is rounded."""
@@ -117,6 +123,26 @@ def softplus_taken_for_a_bounded_gate(**arguments: Any) -> Answer:
     if arguments["gate"] == "softplus":
         arguments |= {"gate": "bounded", "lower_bound": -5.0}
     return kda_twin(arguments)
+
+
+@planted(OP, NUMERIC, source="a softplus of clamped logits")
+def softplus_of_clamped_logits(**arguments: Any) -> Answer:
+    """Logits above 10 count as 10."""
+    return kda_twin(arguments, decay=clamped_decay)
+
+
+@planted(OP, NONFINITE, NUMERIC, source="fla: softplus is its logit above 20")
+def softplus_that_overflows(**arguments: Any) -> Answer:
+    """The exponential of a logit leaves float32, and infinite sums are subtracted."""
+
+    def decay(a: Arguments, g: Tensor) -> Tensor:
+        if a["gate"] != "softplus":
+            return log_decay(a, g)
+        logits = g if a["dt_bias"] is None else g + a["dt_bias"]
+        amplitude = 1.0 if a["A_log"] is None else a["A_log"].exp()[:, None]
+        return -amplitude * (1.0 + logits.exp()).log()
+
+    return kda_twin(arguments, decay=decay)
 
 
 @planted(OP, NUMERIC, source="base 2 without the change of base")
@@ -190,6 +216,17 @@ def prediction_rounded(**arguments: Any) -> Answer:
 def beta_on_the_value_alone(**arguments: Any) -> Answer:
     """The prediction is taken off whole."""
     return kda_twin(arguments, step=lambda *tokens: one_by_one(*tokens, order="value alone"))
+
+
+def scale_under_a_norm(arguments: Arguments) -> float:
+    """Of the width of a key, where there is a norm."""
+    return float(arguments["q"].shape[2] ** -0.5 if arguments["qk_l2norm"] else arguments["scale"])
+
+
+def clamped_decay(a: Arguments, g: Tensor) -> Tensor:
+    """Of logits no larger than 10 under a softplus."""
+    bias = 0.0 if a["dt_bias"] is None else a["dt_bias"]
+    return log_decay(a, (g + bias).clamp(max=10.0) - bias if a["gate"] == "softplus" else g)
 
 
 def one_by_one(

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from . import NotApplicable, _kda_step_slots, named
+from . import NotApplicable, _kda_step_layer, _kda_step_slots, named
 
-PARTS = (_kda_step_slots,)
+PARTS = (_kda_step_layer, _kda_step_slots)
 
 _OF_SEQUENCES = "of kda, where it is planted"
 NOT_APPLICABLE = (

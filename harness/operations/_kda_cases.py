@@ -9,7 +9,7 @@ from ..batches import log_uniform
 from ..case import Case
 from ..operation import CaseRequest
 from ._draw import Draw
-from ._kda_inputs import EXACT, FAMILIES, NEAR_EXACT
+from ._kda_inputs import EXACT, FAMILIES, NEAR_EXACT, scale_of
 
 NIGHTLY_CASES = 30
 # elements of states times the tokens of the longest sequence up to which a CPU takes the oracle's runs
@@ -84,6 +84,8 @@ def kda_cases(request: CaseRequest, op: str) -> list[Case]:
     draw.add("converged", draw.dtype(0), [24], (1, 1, 64, 16), PLAIN)
     draw.add("diffuse", draw.dtype(1), [0, 0, 0], SMALL[0], FORMS[3])
     draw.add("diffuse", draw.dtype(2), [16, 0, 3], WIDE, MODEL)
+    # logits whose exponential leaves float32
+    draw.add("forgetting", draw.dtype(0), [20, 0, 3], SMALL[2], FORMS[1])
     # as much as an interpreted kernel can take
     for turn, family in enumerate(("runs", "slow")):
         draw.add(family, draw.dtype(turn), [[33], [0, 17]][turn], (1, 1, 16, 20), replace(FORMS[turn], initial=True))
@@ -173,13 +175,12 @@ class _Draw(Draw):
         if self.request.heads is not None:
             v_heads = self.request.heads * (v_heads // heads)
             heads = self.request.heads
-        scale = 2.0 ** -round(np.log2(d_k) / 2) if family in (EXACT, NEAR_EXACT) else d_k**-0.5
         sizes: dict[str, Any] = {
             "num_heads": heads,
             "num_v_heads": v_heads,
             "head_dim_k": d_k,
             "head_dim_v": d_v,
-            "scale": float(scale),
+            "scale": scale_of(family, d_k),
             "seq_lens": list(lens),
             **asdict(form),
         }

@@ -6,6 +6,7 @@ Sizes of a case: ``seq_lens``, ``tail`` (rows past the last sequence, full of Na
 ``layout``: five tensors ``apart``, or columns of the rows of one ``projection``.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -24,6 +25,13 @@ NEAR_EXACT = "near-one-hot"
 MOST = 32
 # elements of NaN between the rows of a projection
 GAP = 24
+
+
+def scale_of(family: str, d_k: int) -> float:
+    """Of the models, a power of 2 where all is exact, and one that follows from no width: it is an argument."""
+    if family in (EXACT, NEAR_EXACT):
+        return 2.0 ** -round(math.log2(d_k) / 2)
+    return 0.7 if family == "slow" else d_k**-0.5
 
 
 def drawn_tokens(case: Case) -> dict[str, Tensor]:
@@ -63,6 +71,8 @@ def drawn_tokens(case: Case) -> dict[str, Tensor]:
         found["beta"] = found["beta"].sigmoid()
     if case.family == "forgetting":
         gone = torch.rand(tokens, generator=generator) < 0.2
+        # of few tokens none might be drawn
+        gone[::7] = True
         # after the gate e^-1000, or as much as a bounded one takes
         found["g"][gone] = -1000.0 if sizes["gate"] == "log" else 500.0
     return found

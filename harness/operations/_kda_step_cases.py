@@ -9,7 +9,7 @@ from ..batches import log_uniform
 from ..case import Case
 from ..operation import CaseRequest
 from ._draw import Draw
-from ._kda_inputs import EXACT, NEAR_EXACT
+from ._kda_inputs import EXACT, NEAR_EXACT, scale_of
 
 NIGHTLY_CASES = 30
 CPU_ELEMENTS = 1 << 20
@@ -77,6 +77,8 @@ def kda_step_cases(request: CaseRequest, op: str) -> list[Case]:
         draw.add(family, draw.dtype(turn), 1 + turn % (len(LENS) - 1), SMALL[turn % len(SMALL)], _form(family, turn))
     for turn, form in enumerate(FORMS):
         draw.add("diffuse", draw.dtype(turn + 1), turn % len(LENS), SMALL[turn % len(SMALL)], form)
+    # logits whose exponential leaves float32
+    draw.add("forgetting", draw.dtype(0), 4, SMALL[2], FORMS[1])
     # what an interpreted kernel can take
     for turn in range(2):
         draw.add("slow", draw.dtype(turn), 1, (1, 1, 16, 20), (FORMS[0], PLAIN)[turn])
@@ -147,13 +149,12 @@ class _Draw(Draw):
         heads, v_heads, d_k, d_v = model
         if self.request.heads is not None:
             v_heads, heads = self.request.heads * (v_heads // heads), self.request.heads
-        scale = 2.0 ** -round(np.log2(d_k) / 2) if family in (EXACT, NEAR_EXACT) else d_k**-0.5
         sizes: dict[str, Any] = {
             "num_heads": heads,
             "num_v_heads": v_heads,
             "head_dim_k": d_k,
             "head_dim_v": d_v,
-            "scale": float(scale),
+            "scale": scale_of(family, d_k),
             "seq_lens": list(lens),
             "columns": columns,
             **asdict(form),
