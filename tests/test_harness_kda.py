@@ -125,13 +125,15 @@ def test_each_gate_has_what_trips_it() -> None:
     assert checkpoints_of(case) == [(3, 8), (3, 17), (3, 17), (1, 0), (3, 17), (3, 8)]
 
 
-def test_an_error_of_every_element_that_no_envelope_sees_is_seen_by_rows() -> None:
-    oracle, contract, inputs = held(case_of("u01", seq_lens=[40], num_v_heads=1, head_dim_v=64))
+# where an inverse slips most, all columns of a row err alike: its root mean square says less
+@pytest.mark.parametrize(("family", "size"), [("diffuse", 4.0), ("u01", 5.0)])
+def test_an_error_of_every_element_that_no_envelope_sees_is_seen_by_rows(family: str, size: float) -> None:
+    oracle, contract, inputs = held(case_of(family, seq_lens=[40], num_v_heads=1, num_heads=1, head_dim_v=64))
     answer, contract = exact_answer(case_of(), inputs.arguments), contract.promising(p="bf16")
     assert failed(judge_kda(oracle, answer, contract)) == []
     spread = oracle.spreads(contract)["out"]
-    # 4 standard deviations everywhere, one way and the other
-    sign = torch.where(torch.arange(64) % 2 == 0, 4.0, -4.0)
+    # so many standard deviations everywhere, one way and the other
+    sign = torch.where(torch.arange(64) % 2 == 0, size, -size)
     answer[0][:40] = (spread.exact + sign * (spread.sigma.square() + (2.0**-24 * spread.exact).square()).sqrt()).float()
     assert {"G5 row rms out", "G5 median rms out"} <= set(failed(judge_kda(oracle, answer, contract)))
     assert "G4 envelope out" not in failed(judge_kda(oracle, answer, contract))

@@ -29,6 +29,8 @@ HELD_BY: dict[Precision, tuple[Precision, ...]] = {
 ELEMENTARY = 4.0
 # tokens of the longest chunk: a rounded write of the chunk is seen by its outputs, but its predictions were made before
 CHUNK = 64
+# tokens of the longest block whose inverse may be an operand: with more, keys that look one way add too many slips up
+BLOCK = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +116,7 @@ class _Walk:
 
     Attributes:
         state: What the next prediction is made from.
-        before: What the state before the chunk has decayed to.
+        before: What the state before the block has decayed to.
         unseen: What rounding the writes of a chunk adds to it for outputs and later chunks.
         power: Squares of the terms that make up the state.
         total: Log decay since the chunk began.
@@ -135,7 +137,7 @@ class _Walk:
 
     def join(self) -> None:
         """Begin a chunk."""
-        self.state = self.before = self.state + self.unseen
+        self.state = self.state + self.unseen
         self.unseen, self.total = torch.zeros_like(self.unseen), torch.zeros_like(self.total)
         self.drift = torch.zeros_like(self.drift)
 
@@ -160,6 +162,8 @@ def kda_recurrence(tokens: Tokens, rounded: Rounded, runs: int) -> dict[str, Ten
     for t in range(max(left, default=0) + 1):
         if t % CHUNK == 0:
             walk.join()
+        if t % BLOCK == 0:
+            walk.before = walk.state + walk.unseen
         for index, (owner, wanted) in enumerate(tokens.kept):
             if wanted == t:
                 kept[:, index] = (walk.state + walk.unseen)[:, place[owner]]
@@ -198,9 +202,10 @@ def _token(walk: _Walk, tokens: Tokens, rows: Tensor, rounded: Rounded, runs: in
     told = torch.einsum("...kv,...k->...v", recalled, rounded("key", normed))
     write = coarse(rounded, "write", beta, ELEMENTARY)[..., None]
     error = write * (rounded("value", v) - told)
-    # in a chunk the error is an inverse times what the state before it leaves, and each of its rows is rounded
-    left = write * (v - torch.einsum("...kv,...k->...v", walk.before, normed))
-    slip = rounded("inverse", left) - left
+    # in a block the error is an inverse times what the state before it leaves; its entries are rounded, so that all
+    # columns err alike, and tokens alike do with them
+    left = v - torch.einsum("...kv,...k->...v", walk.before, normed)
+    slip = (rounded("inverse", write) - write) * left
     added = normed[..., None] * error[..., None, :]
     written = rounded("written key", normed)[..., None] * (rounded("error", error) + slip)[..., None, :]
     walk.unseen = walk.unseen + written - added
