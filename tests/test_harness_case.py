@@ -36,23 +36,23 @@ GOLDEN = {
     ),
     "sparse_mla": (
         "sparse_mla-diffuse-float32-6021669a",
-        "sparse_mla-peaked-bfloat16-28e3bf9f",
-        "sparse_mla-constant-v-bfloat16-b8306e4a",
+        "sparse_mla-constant-v-bfloat16-7321512a",
+        "sparse_mla-diffuse-bfloat16-66ab1f16",
     ),
     "topk_mask": (
         "topk_mask-diffuse-float32-69a5d2f5",
-        "topk_mask-outside-float32-fca3a292",
-        "topk_mask-late-bfloat16-44258dc2",
+        "topk_mask-signs-bfloat16-826e3679",
+        "topk_mask-diffuse-float32-cefad484",
     ),
     "indexer": (
         "indexer-diffuse-float32-514e6f75",
-        "indexer-exact-dead-float16-6855af63",
-        "indexer-large-float16-2b4833b9",
+        "indexer-diffuse-bfloat16-ee9b4a5c",
+        "indexer-exact-rising-float32-a6f1779b",
     ),
     "masked_mha": (
         "masked_mha-diffuse-float32-42628fab",
-        "masked_mha-exact-one-hot-float16-17dc5b96",
-        "masked_mha-exact-one-hot-float32-713ec4dd",
+        "masked_mha-peaked-float16-7d6bc7a6",
+        "masked_mha-exact-one-hot-float32-ce89cd2e",
     ),
     "kda": (
         "kda-diffuse-float32-4e0a16ef",
@@ -73,13 +73,13 @@ GOLDEN = {
 DIGESTS = {
     "token_scores": "d7f057b36baa",
     "token_selection": "903e991565a3",
-    "sparse_mla": "383721b80dae",
-    "topk_mask": "82c57999d085",
-    "indexer": "f4b78d59900f",
+    "sparse_mla": "5b6bf5821d9b",
+    "topk_mask": "11253b01686b",
+    "indexer": "d3844eafa35e",
     "kda": "252e92fc7cf3",
     "kda_step": "a047048bf49b",
     "attention": "1d18557ad89b",
-    "masked_mha": "f1c342aaeaa5",
+    "masked_mha": "b28be47b09a4",
     "mla_prefill": "c525ffc48876",
 }
 
