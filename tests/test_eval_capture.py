@@ -1,3 +1,4 @@
+# mypy: disable-error-code="attr-defined"
 """The conversion to latent attention against attention written out here, and the stored capture against its claims."""
 
 import importlib.resources

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-any-return"
 """Sparse decoding: what stays in the cache, against the whole cache under a mask that plain loops worked out."""
 
 import itertools

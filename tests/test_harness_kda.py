@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type, attr-defined"
 """The gates of the gated delta rule: what trips each of them, and what must not; its cases and its questions."""
 
 import math

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type"
 """Steps on a pool of states: results that are arguments, slots that nobody may touch, and what trips each gate."""
 
 import math

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="import-not-found"
 """Models of random weights, and what their answers are asked by."""
 
 from pathlib import Path
