@@ -142,7 +142,7 @@ def _execute(
         return stop or Stop(verdict=Verdict.CRASH, text="the kernel was never bound")
     gates = _repeats(outline, first, second, last) if contract.deterministic else []
     if outline.follows_contents:
-        gates += replay_gates(run, bind, inputs.arguments, contract, first, outline)
+        gates += replay_gates(run, bind, inputs.arguments, contract, first, outline, inputs.ledger.restore)
         inputs.ledger.restore()
     return Execution(contract=contract, first=first, last=last, gates=tuple(gates))
 

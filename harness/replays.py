@@ -23,6 +23,7 @@ def replay_gates(
     contract: Contract,
     first: Answer,
     outline: AnyOutline,
+    restore: Callable[[], None],
 ) -> list[GateResult]:
     """Run again on other contents at the same addresses; on a GPU, on a side stream and through a graph, too.
 
@@ -33,6 +34,7 @@ def replay_gates(
         contract: What it promised; bits are compared only if it is deterministic.
         first: Its answer to the unchanged inputs.
         outline: Which integer inputs are no plan, and change as well; what a call writes in place.
+        restore: Undoes whatever was done to the inputs.
     """
     gates = []
     device = first[0].device
@@ -41,6 +43,8 @@ def replay_gates(
             gates.append(_side_stream(run, first, device))
         if contract.capturable:
             gates.append(_graph(run, arguments, outline, device))
+            # one change alone is known to change the answer: after two, scores have their first order again
+            restore()
     _change_contents(arguments, outline)
     # copied before the run, which may write what its contract lets it write
     moved_inputs = {name: elsewhere(value) for name, value in arguments.items()} if contract.deterministic else None
