@@ -164,8 +164,9 @@ def prepare_kernel(
     row, column = rows[:, None], tl.arange(0, CHUNK)[None, :]
     inside = rows < length
     mask = inside[:, None]
+    # rows of the caller's may be any number of elements apart
+    apart = row.to(tl.int64)
 
-    # bases are scalars of 64 bits, offsets within a tile have 32
     q_ptr += first * stride_q_t + (head // group) * stride_q_h
     k_ptr += first * stride_k_t + (head // group) * stride_k_h
     v_ptr += first * stride_v_t + head * stride_v_h
@@ -189,10 +190,10 @@ def prepare_kernel(
     since_start_ptr = since_half_ptr + CHUNK * CHUNK
     tile = row * WIDTH + part[None, :]
 
-    k_low = tl.load(k_ptr + row * stride_k_t + part[None, :], mask=mask, other=0.0)
-    k_high = tl.load(k_ptr + row * stride_k_t + part[None, :] + PART, mask=mask, other=0.0)
-    g_low = tl.load(g_ptr + row * stride_g_t + part[None, :], mask=mask, other=0.0)
-    g_high = tl.load(g_ptr + row * stride_g_t + part[None, :] + PART, mask=mask, other=0.0)
+    k_low = tl.load(k_ptr + apart * stride_k_t + part[None, :], mask=mask, other=0.0)
+    k_high = tl.load(k_ptr + apart * stride_k_t + part[None, :] + PART, mask=mask, other=0.0)
+    g_low = tl.load(g_ptr + apart * stride_g_t + part[None, :], mask=mask, other=0.0)
+    g_high = tl.load(g_ptr + apart * stride_g_t + part[None, :] + PART, mask=mask, other=0.0)
     k_norm = tl.rsqrt(_square_sum(k_low) + _square_sum(k_high) + 1e-6)
     near = tl.zeros([CHUNK, CHUNK], tl.float32)
     far = tl.zeros([CHUNK, CHUNK], tl.float32)
@@ -205,11 +206,11 @@ def prepare_kernel(
         after_ptr, after_half_ptr, since_half_ptr, since_start_ptr, near, far, HAS_BIAS, INTERPRETED,
     )  # fmt: skip
     # on their way while the triangle is inverted
-    q_low = tl.load(q_ptr + row * stride_q_t + part[None, :], mask=mask, other=0.0)
-    q_high = tl.load(q_ptr + row * stride_q_t + part[None, :] + PART, mask=mask, other=0.0)
+    q_low = tl.load(q_ptr + apart * stride_q_t + part[None, :], mask=mask, other=0.0)
+    q_high = tl.load(q_ptr + apart * stride_q_t + part[None, :] + PART, mask=mask, other=0.0)
     same = row // 32 == column // 32
     crossing = row // 32 > column // 32
-    beta = tl.load(beta_ptr + rows * stride_beta_t, mask=inside, other=0.0).to(tl.float32)
+    beta = tl.load(beta_ptr + rows.to(tl.int64) * stride_beta_t, mask=inside, other=0.0).to(tl.float32)
     beta = _reciprocal(1.0 + _exp2(-1.4426950408889634 * beta, INTERPRETED), INTERPRETED)
     beta = tl.where(inside, beta, 0.0)
     gram = tl.where(crossing, far, tl.where(same & (row > column), near, 0.0)) * beta[:, None]
@@ -238,7 +239,7 @@ def prepare_kernel(
     tl.store(w_ptr + tile + PART, rounded(tl.dot(minus, start_high), tl.bfloat16, INTERPRETED))
     # values are exact in bfloat16 but have no bound: the inverse as the sum of two numbers
     channels = tl.arange(0, WIDTH)
-    values = tl.load(v_ptr + row * stride_v_t + channels[None, :], mask=mask, other=0.0)
+    values = tl.load(v_ptr + apart * stride_v_t + channels[None, :], mask=mask, other=0.0)
     values = tl.trans(wide(values, INTERPRETED))
     tall = channels[:, None] * CHUNK + column
     high = rounded(inverse, tl.bfloat16, INTERPRETED)

@@ -27,6 +27,15 @@ def wide(x, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def near(x, PRECISION: tl.constexpr):
+    """A float32 operand rounded to tf32 where products are: tensor cores would cut it off, and draw every sum to 0."""
+    if PRECISION == "tf32" and x.dtype == tl.float32:
+        nearest = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        x = tl.where(x == x, nearest, x)
+    return x
+
+
+@triton.jit
 def load_rows(pointers, inside, COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
     """Columns of the rows that ``pointers`` begin, as stored; 0 where a row is not ``inside``, and past the last."""
     columns = tl.arange(0, BLOCK_COLUMNS)

@@ -13,7 +13,7 @@ products straight from registers. With the tiles of a chunk from either preparat
 import triton
 import triton.language as tl
 
-from ._kda_kernel_parts import rounded, wide
+from ._kda_kernel_parts import near, rounded, wide
 
 
 @triton.jit
@@ -113,7 +113,7 @@ def scan_kernel(
         u_tile = _tile(u, tile, value_row, BLOCK_VALUES, BLOCK_ROWS, CHUNK, BULK).to(tl.float32)
         if MAPPED:
             u_tile = tl.where(identity, 0.0, u_tile)
-        operand = rounded(state, OPERAND, INTERPRETED)
+        operand = near(rounded(state, OPERAND, INTERPRETED), PRECISION)
         values = tl.dot(operand, tl.trans(w_tile), u_tile, input_precision=PRECISION)
         if not MAPPED:
             query_tile = wide(_tile(queries, tile, 0, CHUNK, CHUNK, BLOCK_KEYS, BULK), INTERPRETED)
@@ -124,9 +124,8 @@ def scan_kernel(
             targets = (token + tokens)[None, :] * stride_out_t + head64 * stride_out_h + rows[:, None]
             written = (tokens < length)[None, :] & (rows < VALUES)[:, None]
             tl.store(out_ptr + targets, rounded(answer, out_ptr.dtype.element_ty, INTERPRETED), mask=written)
-        state = tl.dot(
-            rounded(values, OPERAND, INTERPRETED), key_tile, state * decay[None, :], input_precision=PRECISION
-        )
+        values = near(rounded(values, OPERAND, INTERPRETED), PRECISION)
+        state = tl.dot(values, key_tile, state * decay[None, :], input_precision=PRECISION)
         if HAS_CHECKPOINTS:
             kept = tl.load(chunks_ptr + chunk * FIELDS + 2)
             targets = tl.maximum(kept, 0).to(tl.int64) * stride_checkpoint_n + head64 * stride_checkpoint_h

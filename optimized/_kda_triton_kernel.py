@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from ._kda_kernel_parts import block_inverse, inverse_norm, load_rows, log2_decay, write_strength
+from ._kda_kernel_parts import block_inverse, inverse_norm, load_rows, log2_decay, near, write_strength
 
 
 @triton.jit
@@ -141,9 +141,11 @@ def prepare_kernel(
     early_total = tl.sum(tl.where(late[:, None], 0.0, decay), 0)
     late_total = tl.sum(tl.where(late[:, None], decay, 0.0), 0)
     since_block = tl.exp2(past)
-    crossing = tl.trans(tl.where(late[:, None], 0.0, k * tl.exp2(rest)))
-    gram = tl.dot(tl.where(late[:, None], k * since_block, 0.0), crossing, gram, input_precision=PRECISION)
-    read = tl.dot(tl.where(late[:, None], q * since_block, 0.0), crossing, read, input_precision=PRECISION)
+    crossing = near(tl.trans(tl.where(late[:, None], 0.0, k * tl.exp2(rest))), PRECISION)
+    late_k = near(tl.where(late[:, None], k * since_block, 0.0), PRECISION)
+    late_q = near(tl.where(late[:, None], q * since_block, 0.0), PRECISION)
+    gram = tl.dot(late_k, crossing, gram, input_precision=PRECISION)
+    read = tl.dot(late_q, crossing, read, input_precision=PRECISION)
     gram = tl.where(row > column, gram * (k_norm * beta)[:, None] * k_norm[None, :], 0.0)
     read = tl.where(row >= column, read * q_norm[:, None] * k_norm[None, :], 0.0)
 
@@ -151,22 +153,24 @@ def prepare_kernel(
     # the second block row of the inverse of a triangle of two blocks
     below = tl.where(row // HALF > column // HALF, gram, 0.0)
     inverse -= tl.dot(tl.dot(inverse, below, input_precision=SUMS), inverse, input_precision=SUMS)
+    # of equal tokens whole diagonals are equal, and so would their rounding errors be: they would add up
     inverse *= beta[None, :]
-    read = tl.dot(read, inverse, input_precision=PRECISION)
+    read = near(tl.dot(read, inverse, input_precision=SUMS), PRECISION)
 
     tile = chunk.to(tl.int64) * num_heads + head
     wide_tile = tile * CHUNK * BLOCK_KEYS + row * BLOCK_KEYS + channels[None, :]
     start = tl.exp2(past + tl.where(late[:, None], early_total[None, :], 0.0))
-    k_start = k * k_norm[:, None] * start
-    tl.store(w_ptr + wide_tile, -tl.dot(inverse, k_start, input_precision=PRECISION))
+    k_start = near(k * k_norm[:, None] * start, PRECISION)
+    tl.store(w_ptr + wide_tile, near(-tl.dot(inverse, k_start, input_precision=SUMS), PRECISION))
     q_start = q * q_norm[:, None] * start
-    tl.store(queries_ptr + wide_tile, q_start - tl.dot(read, k_start, input_precision=PRECISION))
+    queries = q_start - tl.dot(read, k_start, input_precision=PRECISION)
+    tl.store(queries_ptr + wide_tile, near(queries, PRECISION))
     to_end = tl.exp2(rest + tl.where(late[:, None], 0.0, late_total[None, :]))
-    tl.store(keys_ptr + wide_tile, k * k_norm[:, None] * to_end)
+    tl.store(keys_ptr + wide_tile, near(k * k_norm[:, None] * to_end, PRECISION))
     tl.store(decay_ptr + tile * BLOCK_KEYS + channels, tl.exp2(early_total + late_total))
 
     v_rows = v_ptr + (first + rows) * stride_v_t + head * stride_v_h
     v = tl.trans(load_rows(v_rows, inside, VALUES, BLOCK_VALUES).to(tl.float32))
     tall_tile = tile * BLOCK_VALUES * CHUNK + tl.arange(0, BLOCK_VALUES)[:, None] * CHUNK + column
-    tl.store(u_ptr + tall_tile, tl.dot(v, tl.trans(inverse), input_precision=PRECISION))
+    tl.store(u_ptr + tall_tile, tl.dot(v, tl.trans(inverse), input_precision=SUMS))
     tl.store(o_ptr + tall_tile, tl.dot(v, tl.trans(read), input_precision=PRECISION))

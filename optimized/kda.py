@@ -84,9 +84,10 @@ def kda(
         NotImplementedError: If the implementation does not serve these strides.
 
     Precision: norms, gates, sums of log decays, the inverse of the chunk's triangle and the state are float32, and the
-    prediction is taken off the value before it is rounded. ``torch`` rounds nothing else; ``triton`` multiplies in tf32
-    for half-precision inputs, in float32 for float32; ``flash`` multiplies in bfloat16 and float16. Deterministic.
-    Oracle: ``reference.kda.kda``.
+    prediction is taken off the value before it is rounded. ``torch`` rounds nothing else; ``triton`` multiplies in
+    tf32, rounded to nearest, for half-precision inputs, the inverse apart, and in float32 for float32; ``flash``
+    multiplies in bfloat16 and float16.
+    Deterministic. Oracle: ``reference.kda.kda``.
     """
     plan, shape = batch.plan, batch.plan.shape
     layer = check_layer(

@@ -16,6 +16,8 @@ TOKENS = ("q", "k", "v", "g", "beta")
 # what the oracle's caller may leave out
 LAYER: dict[str, Any] = {"A_log": None, "dt_bias": None, "lower_bound": None, "beta_is_logits": True, "qk_l2norm": True}
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float64: "float64"}
+# to which the kernels for any gate round what they multiply: float16 has as many bits as tf32
+OPERANDS: dict[str, Precision] = {"float32": "fp32", "float16": "fp16", "bfloat16": "tf32"}
 
 
 def tokens_of(given: dict[str, Any]) -> Tokens:
@@ -27,6 +29,7 @@ def tokens_of(given: dict[str, Any]) -> Tokens:
         **{name: value[:end] for name, value in named.items()},
         initial=given["initial_state"].double(),
         scale=given["scale"],
+        gated=given.get("gate", "bounded") != "log",
         bounds=tuple(given["cu_seqlens"].tolist()),
         kept=tuple((owner, count) for owner, count in kept),
     )

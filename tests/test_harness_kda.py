@@ -17,7 +17,7 @@ from assay.harness.case import Case
 from assay.harness.contract import Contract
 from assay.harness.faults import load
 from assay.harness.faults._kda_twin import kda_twin, token_step
-from assay.harness.faults._kda_variants import single
+from assay.harness.faults._kda_variants import single, subtracting_step
 from assay.harness.kernels import wrap_function
 from assay.harness.operation import CaseRequest, Inputs, Judged
 from assay.harness.operations import kda as judged_kda
@@ -172,6 +172,29 @@ def test_a_contract_says_where_a_kernel_may_round() -> None:
     assert sites["value"] == "fp64"
     assert sites_of(contract, "fp32")["value"] == "tf32"
     assert sites_of(contract.promising(inputs="bf16"), "fp32")["value"] == "bf16"
+
+
+def test_a_product_may_be_subtracted_from_the_value_channel_by_channel() -> None:
+    # the partial sums of many channels are as large as the value, and states far smaller
+    wide = {"head_dim_k": 128, "head_dim_v": 128, "num_v_heads": 1, "scale": 0.7}
+    case = case_of("slow", seq_lens=[16] * 3, amplitude=False, **wide)
+    oracle, contract, inputs = held(case)
+    answer = kda_twin(inputs.arguments, step=subtracting_step)
+    gates = {gate.gate: gate.ratio for gate in judge_kda(oracle, answer, contract).gates}
+    assert max(gates.values()) < 0.5
+    assert gates["G4 envelope final state"] > 0.3
+    # an accumulator of fewer bits is found out
+    assert "G4 envelope final state" in failed(judge_kda(oracle, summed_in_half(inputs.arguments), contract))
+
+
+def summed_in_half(arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The same with an accumulator of float16."""
+
+    def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        out, after = subtracting_step(q, k, v.half(), g, beta, state)
+        return out.float(), after.float()
+
+    return kda_twin(arguments, step=step)
 
 
 def test_a_state_in_bfloat16_fails_unless_it_is_said() -> None:

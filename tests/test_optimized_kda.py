@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from kda_bounds import TOKENS, call, failures
+from kda_bounds import OPERANDS, TOKENS, call, failures
 from kda_inputs import GATES, kda_inputs, offsets, oracle
 from torch import Tensor
 
@@ -45,7 +45,7 @@ def test_the_kernels_are_within_their_bounds(dtype: str, gate: str) -> None:
     if gate == "log":
         given["g"][20] = -1000.0
     out, final, kept = call(given, "triton")
-    assert failures(given, (out, final, kept)) == {}
+    assert failures(given, (out, final, kept), operand=OPERANDS[dtype]) == {}
     assert torch.equal(out[38:], torch.zeros_like(out[38:]))
     assert torch.equal(final[1], given["initial_state"][1])
     if gate == "log":
@@ -63,7 +63,7 @@ def test_repeated_keys_with_slow_decay_do_not_hurt_the_kernels(family: str) -> N
 @pytest.mark.parametrize("dims", [(128, 128), (60, 100), (64, 16)])
 def test_head_dimensions_of_the_models_and_others(dims: tuple[int, int]) -> None:
     given = kda_inputs([19], heads=(1, 1), dims=dims, dtype=torch.float16, seed=5)
-    assert failures(given, call(given, "triton")) == {}
+    assert failures(given, call(given, "triton"), operand=OPERANDS["float16"]) == {}
 
 
 def test_a_state_that_is_rounded_between_chunks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

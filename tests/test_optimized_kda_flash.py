@@ -90,3 +90,19 @@ def test_grouped_heads_and_views_are_read_in_place() -> None:
     assert torch.equal(got[0], expected[0])
     assert torch.equal(got[1].mT, expected[1])
     assert relative_errors(given, expected)[0] <= ERRORS["normal"][0]
+
+
+def test_rows_past_two_to_the_31st_element() -> None:
+    """Tokens 2^27 elements apart, in memory that is reserved and hardly touched: 5 GiB by address, 20 pages by use."""
+    given = kda_inputs([20], seed=9, **MODEL)
+    expected = call(given, "flash")
+    rows, start, views = torch.empty(20, 2**27, dtype=torch.bfloat16), 0, dict[str, Any]()
+    for name in (*TOKENS, "out"):
+        like = given["v"] if name == "out" else given[name]
+        width = like[0].numel()
+        views[name] = rows[:, start : start + width].unflatten(1, like.shape[1:])
+        views[name].copy_(like)
+        start += -(-width // 8) * 8
+    got = call(given | views, "flash", out=views.pop("out"))
+    assert torch.equal(got[0], expected[0])
+    assert torch.equal(got[1], expected[1])

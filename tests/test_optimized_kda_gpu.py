@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from kda_bounds import TOKENS, call, failures, relative_errors, shape_of
+from kda_bounds import OPERANDS, TOKENS, call, failures, relative_errors, shape_of
 from kda_inputs import kda_inputs
 
 from assay.optimized import _kda_flash_kernel, _kda_plan, _kda_scan_kernel, _kda_triton_kernel
@@ -14,7 +14,6 @@ from assay.optimized.kda import KdaBatch, kda, plan_kda, plan_kda_batch
 pytestmark = pytest.mark.gpu
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-OPERANDS: dict[str, Any] = {"float32": "fp32", "float16": "tf32", "bfloat16": "tf32"}
 MODEL: dict[str, Any] = {"heads": (4, 4), "dims": (128, 128), "dtype": torch.bfloat16, "device": "cuda"}
 # as measured of this design, see test_optimized_kda_flash
 ERRORS = {

@@ -66,6 +66,13 @@ def weights_first(**arguments: Any) -> Answer:
 
 @variant(OP)
 @kernel(contract=single)
+def sums_from_the_value(**arguments: Any) -> Answer:
+    """The prediction taken off the value channel by channel, so that every partial sum is as large as the value."""
+    return kda_twin(arguments, step=subtracting_step)
+
+
+@variant(OP)
+@kernel(contract=single)
 def states_transposed(**arguments: Any) -> Answer:
     """States kept value columns first, and handed out as views."""
     out, final, kept = kda_twin(arguments)
@@ -106,6 +113,19 @@ def weighted_step(
     read = operand(torch.einsum("hid,hjd,hijd->hij", q, k, decay).tril())
     out = operand(q * start) @ operand(state) + read @ written
     return out, start[:, -1, :, None] * state + operand(k * end).mT @ written
+
+
+def subtracting_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One token after the other; the accumulator of a product begins with what it is subtracted from."""
+    out = torch.empty_like(v)
+    for t in range(q.shape[1]):
+        state = g[:, t].exp()[..., None] * state
+        error = v[:, t].clone()
+        for channel in range(k.shape[2]):
+            error -= state[:, channel] * k[:, t, channel, None]
+        state = state + (beta[:, t, None] * k[:, t])[:, :, None] * error[:, None]
+        out[:, t] = torch.einsum("hkv,hk->hv", state, q[:, t])
+    return out, state
 
 
 def segmented_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -81,7 +81,7 @@ def judge_kda(oracle: KdaOracle, answer: Answer, contract: Contract) -> Judged:
     if oracle.exact is not None:
         gates += [exact_gate(name, got[name], exact[name], tokens.scale, oracle.exact) for name in NAMES]
     gates += [gate for gate in perturbed if not gate.gate.startswith("G1")]
-    return Judged(gates=[_placed(gate, oracle.heads) for gate in gates], rows=end * len(oracle.heads))
+    return Judged(gates=[placed(gate, oracle.heads) for gate in gates], rows=end * len(oracle.heads))
 
 
 def precision_of(value: Tensor) -> Precision:
@@ -174,7 +174,7 @@ def located(name: str, index: list[int]) -> dict[str, int]:
     return dict(zip(axes.get(name, ("request", "head", "channel", "dim")), index, strict=True))
 
 
-def _placed(gate: GateResult, heads: Sequence[int]) -> GateResult:
+def placed(gate: GateResult, heads: Sequence[int]) -> GateResult:
     """Its head by number in the answer, where some are judged only."""
     if gate.where is None or gate.where.head is None:
         return gate

@@ -27,6 +27,8 @@ HELD_BY: dict[Precision, tuple[Precision, ...]] = {
 }
 # float32 roundoffs by which an exponential, a root or a quotient may err: PTX documents 2^-22 for the approximations
 ELEMENTARY = 4.0
+# a sigmoid is an exponential and a quotient, a softplus an exponential and a logarithm: two that err on their own
+GATE = 2**0.5 * ELEMENTARY
 # tokens of the longest chunk: a rounded write of the chunk is seen by its outputs, but its predictions were made before
 CHUNK = 64
 # tokens of the longest block whose inverse may be an operand: with more, keys that look one way add too many slips up
@@ -46,6 +48,7 @@ class Tokens:
         initial: ``[N, h, K, V]``.
         scale: Factor on the output.
         bounds: ``N + 1`` offsets of the sequences.
+        gated: Whether the log decay is computed from logits, not given.
         kept: ``(sequence, tokens)`` of each state that is wanted on the way.
     """
 
@@ -57,6 +60,7 @@ class Tokens:
     initial: Tensor
     scale: float
     bounds: tuple[int, ...]
+    gated: bool
     kept: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -111,10 +115,52 @@ def coarse(rounded: Rounded, site: str, value: Tensor, roundoffs: float) -> Tens
 
 
 @dataclass(slots=True, kw_only=True)
+class _Block:
+    """The tokens of a block so far, ``b`` of them, whose inverse is an operand: each of its entries is rounded.
+
+    Attributes:
+        keys: ``[runs, n, h, b, K]``, decayed up to now.
+        rows: ``[runs, n, h, b, BLOCK]``, of the inverse.
+        left: ``[runs, n, h, b, V]``, of each value what the state before the block does not recall.
+    """
+
+    keys: Tensor
+    rows: Tensor
+    left: Tensor
+
+    @classmethod
+    def empty(cls, state: Tensor) -> "_Block":
+        """Before its first token, beside a state."""
+        *shape, keys, values = state.shape
+        widths = {"keys": keys, "rows": BLOCK, "left": values}
+        return cls(**{name: state.new_empty(*shape, 0, width) for name, width in widths.items()})
+
+    def cut(self, count: int) -> None:
+        """Go on with the first sequences alone."""
+        self.keys, self.rows, self.left = self.keys[:, :count], self.rows[:, :count], self.left[:, :count]
+
+    def slip(self, key: Tensor, decay: Tensor, write: Tensor, left: Tensor, rounded: Rounded) -> Tensor:
+        """Take one token, ``T_i = b_i (e_i - sum_l (k_i . k_l) T_l)``; what rounding this row does to its error.
+
+        Equal tokens have equal entries along a diagonal: they err alike, and so do the errors that they make.
+        """
+        self.keys = decay[..., None, :] * self.keys
+        gram = torch.einsum("...bk,...k->...b", self.keys, key)
+        row = -write[..., None] * torch.einsum("...b,...bj->...j", gram, self.rows)
+        row[..., self.keys.shape[-2]] = write
+        self.keys = torch.cat([self.keys, key[..., None, :]], -2)
+        self.rows = torch.cat([self.rows, row[..., None, :]], -2)
+        self.left = torch.cat([self.left, left[..., None, :]], -2)
+        off = (rounded("inverse", row) - row)[..., : self.left.shape[-2]]
+        return torch.einsum("...b,...bv->...v", off, self.left)
+
+
+@dataclass(slots=True, kw_only=True)
 class _Walk:
     """States on their way, those of the longest sequences first; ``[runs, n, h, K, V]`` or ``[runs, n, h, K]``.
 
     Attributes:
+        block: The tokens since ``before``.
         state: What the next prediction is made from.
         before: What the state before the block has decayed to.
         unseen: What rounding the writes of a chunk adds to it for outputs and later chunks.
@@ -123,6 +169,7 @@ class _Walk:
         drift: Error of the last prefix sum of log decays.
     """
 
+    block: _Block
     state: Tensor
     before: Tensor
     unseen: Tensor
@@ -134,12 +181,17 @@ class _Walk:
         """Go on with the first sequences alone: the others have ended."""
         for name in ("state", "before", "unseen", "power", "total", "drift"):
             setattr(self, name, getattr(self, name)[:, :count])
+        self.block.cut(count)
 
     def join(self) -> None:
         """Begin a chunk."""
         self.state = self.state + self.unseen
         self.unseen, self.total = torch.zeros_like(self.unseen), torch.zeros_like(self.total)
         self.drift = torch.zeros_like(self.drift)
+
+    def begin(self) -> None:
+        """Begin a block."""
+        self.before, self.block = self.state + self.unseen, _Block.empty(self.state)
 
 
 def kda_recurrence(tokens: Tokens, rounded: Rounded, runs: int) -> dict[str, Tensor]:
@@ -151,7 +203,8 @@ def kda_recurrence(tokens: Tokens, rounded: Rounded, runs: int) -> dict[str, Ten
     state = tokens.initial[order.to(device)].expand(runs, *tokens.initial.shape)
     zero = torch.zeros_like(state)
     flat = zero[..., 0]
-    walk = _Walk(state=state, before=state, unseen=zero, power=state.square(), total=flat, drift=flat)
+    block = _Block.empty(state)
+    walk = _Walk(block=block, state=state, before=state, unseen=zero, power=state.square(), total=flat, drift=flat)
     out = torch.zeros(runs, tokens.bounds[-1], *tokens.v.shape[1:], dtype=torch.float64, device=device)
     final = torch.zeros(runs, *tokens.initial.shape, dtype=torch.float64, device=device)
     kept = torch.zeros(runs, len(tokens.kept), *tokens.initial.shape[1:], dtype=torch.float64, device=device)
@@ -163,7 +216,7 @@ def kda_recurrence(tokens: Tokens, rounded: Rounded, runs: int) -> dict[str, Ten
         if t % CHUNK == 0:
             walk.join()
         if t % BLOCK == 0:
-            walk.before = walk.state + walk.unseen
+            walk.begin()
         for index, (owner, wanted) in enumerate(tokens.kept):
             if wanted == t:
                 kept[:, index] = (walk.state + walk.unseen)[:, place[owner]]
@@ -186,9 +239,10 @@ def _token(walk: _Walk, tokens: Tokens, rows: Tensor, rounded: Rounded, runs: in
     # a kernel exponentiates differences of prefix sums: what it errs by in one it takes back in the next
     walk.total = walk.total + g
     drift = rounded("total", walk.total) - walk.total
-    decay = (coarse(rounded, "gate", g, 1.0) + drift - walk.drift).exp() * coarse(
-        rounded, "norm", torch.ones_like(g), ELEMENTARY
-    )
+    log_decay = coarse(rounded, "gate", g, 1.0)
+    if tokens.gated:
+        log_decay = log_decay + coarse(rounded, "norm", g, GATE) - g
+    decay = (log_decay + drift - walk.drift).exp() * coarse(rounded, "norm", torch.ones_like(g), ELEMENTARY)
     walk.drift = drift
     walk.state, walk.unseen = decay[..., None] * walk.state, decay[..., None] * walk.unseen
     walk.before = decay[..., None] * walk.before
@@ -200,12 +254,13 @@ def _token(walk: _Walk, tokens: Tokens, rows: Tensor, rounded: Rounded, runs: in
     size = walk.power.sqrt()
     recalled = rounded("recalled", walk.state) + (coarse(rounded, "sum", size, terms) - size)
     told = torch.einsum("...kv,...k->...v", recalled, rounded("key", normed))
+    # the sum may start from the value, and then rounds at its size every time
+    told = told + coarse(rounded, "sum", v, terms) - v
     write = coarse(rounded, "write", beta, ELEMENTARY)[..., None]
     error = write * (rounded("value", v) - told)
-    # in a block the error is an inverse times what the state before it leaves; its entries are rounded, so that all
-    # columns err alike, and tokens alike do with them
+    # in a block the error is an inverse times what the state before it leaves
     left = v - torch.einsum("...kv,...k->...v", walk.before, normed)
-    slip = (rounded("inverse", write) - write) * left
+    slip = walk.block.slip(normed, decay, write[..., 0], left, rounded)
     added = normed[..., None] * error[..., None, :]
     written = rounded("written key", normed)[..., None] * (rounded("error", error) + slip)[..., None, :]
     walk.unseen = walk.unseen + written - added

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,7 +13,7 @@ from ..contract import PRECISION_OF_DTYPE, Contract
 from ..operation import Judged
 from ..perturbed import Spread, perturbed_gates, perturbed_together
 from ..record import GateResult, Location
-from ._kda_gates import exact_gate, precision_of
+from ._kda_gates import exact_gate, placed, precision_of
 from ._kda_recurrence import Tokens, kda_recurrence, sites_of
 
 
@@ -22,6 +23,7 @@ class StepOracle:
 
     Attributes:
         tokens: Of the sequences that start from a slot; ``kept`` is what they store.
+        heads: Value heads whose values are judged; all are where none may be written.
         rows: ``[T']``, rows of ``out`` of those tokens.
         slots: ``[M]``, where what is kept goes.
         before: The pool as it was.
@@ -31,6 +33,7 @@ class StepOracle:
     """
 
     tokens: Tokens
+    heads: Sequence[int]
     rows: Tensor
     slots: Tensor
     before: Tensor
@@ -61,7 +64,7 @@ def judge_step(oracle: StepOracle, answer: Answer, contract: Contract) -> Judged
     """
     out, pool = (one.to(oracle.before.device) for one in answer)
     spreads, bounds = oracle.spreads(contract), oracle.tokens.bounds
-    got = {"out": out[oracle.rows], "checkpoints": pool[oracle.slots]}
+    got = {"out": out[oracle.rows][:, oracle.heads], "checkpoints": pool[oracle.slots][:, oracle.heads]}
     formats = {name: precision_of(value) for name, value in got.items()}
     sequences = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
     perturbed = perturbed_gates(got, spreads, stored=formats, sequences=sequences)
@@ -71,11 +74,12 @@ def judge_step(oracle: StepOracle, answer: Answer, contract: Contract) -> Judged
         scale = oracle.tokens.scale
         gates += [exact_gate(name, got[name], spreads[name].exact, scale, oracle.exact) for name in got]
     gates += [gate for gate in perturbed if not gate.gate.startswith("G1")]
-    return Judged(gates=[_placed(gate, oracle) for gate in gates], rows=len(oracle.rows) * out.shape[1])
+    return Judged(gates=[_placed(gate, oracle) for gate in gates], rows=len(oracle.rows) * len(oracle.heads))
 
 
 def _placed(gate: GateResult, oracle: StepOracle) -> GateResult:
     """Its row by number in the answer, its slot in the pool; what is kept is the pool."""
+    gate = placed(gate, oracle.heads)
     where, name = gate.where, gate.gate.replace("checkpoints", "state_pool")
     if where is not None and where.position is not None:
         where = replace(where, position=None, slot=int(oracle.slots[where.position]))

@@ -86,9 +86,9 @@ class Kda:
         )
         named = dict(zip(TOKENS, tokens, strict=True))
         kept = () if arguments["checkpoints"] is None else tuple(map(tuple, arguments["checkpoints"].tolist()))
-        bounds = tuple(arguments["cu_seqlens"].tolist())
+        bounds, gated = tuple(arguments["cu_seqlens"].tolist()), arguments["gate"] != "log"
         return KdaOracle(
-            tokens=Tokens(**named, initial=start, scale=arguments["scale"], bounds=bounds, kept=kept),
+            tokens=Tokens(**named, initial=start, scale=arguments["scale"], bounds=bounds, gated=gated, kept=kept),
             heads=heads,
             dtype=case.dtype,
             seed=case.seed % 1009,
@@ -134,7 +134,7 @@ def judged_heads(case: Case, device: torch.device) -> list[int]:
     """All value heads, or the first, the last, and as many others as the memory of the oracle's runs has room for."""
     sizes = case.sizes
     head = 8 * RUNS * len(sizes["seq_lens"]) * sizes["head_dim_k"] * sizes["head_dim_v"]
-    total, room = sizes["num_v_heads"], max(1, STATE_BYTES[device.type] // head)
+    total, room = sizes["num_v_heads"], max(2, STATE_BYTES[device.type] // head)
     if room >= total:
         return list(range(total))
     order = torch.randperm(total, generator=torch.Generator().manual_seed(case.seed)).tolist()

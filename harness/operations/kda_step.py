@@ -21,7 +21,7 @@ from ._kda_recurrence import Tokens, layer_of
 from ._kda_step_cases import kda_step_cases
 from ._kda_step_gates import StepOracle, judge_step
 from ._kda_step_inputs import pool_of, table_of
-from .kda import LAYER, shape_of, signed_arguments
+from .kda import LAYER, judged_heads, shape_of, signed_arguments
 
 TABLES = ("cu_seqlens", "slot_table", "num_accepted")
 # programs of the interpreter of Triton at a call
@@ -72,6 +72,7 @@ class KdaStep:
         """The recurrence of the sequences that start from a slot, ready to be perturbed."""
         table, lens = table_of(case), case.sizes["seq_lens"]
         pool, device = arguments["state_pool"], arguments["v"].device
+        heads = judged_heads(case, device)
         bounds = [0, *itertools.accumulate(lens)]
         active = [at for at, start in enumerate(table.starts) if start >= 0]
         parts = [torch.arange(bounds[at], bounds[at + 1]) for at in active]
@@ -79,15 +80,17 @@ class KdaStep:
         place = {sequence: at for at, sequence in enumerate(active)}
         writes = table.writes(lens)
         starts = torch.tensor([table.starts[at] for at in active], dtype=torch.int64, device=device)
-        tokens = {name: x[rows] for name, x in zip(TOKENS, layer_of(arguments), strict=True)}
+        tokens = {name: x[rows] for name, x in zip(TOKENS, layer_of(arguments, heads), strict=True)}
         return StepOracle(
             tokens=Tokens(
                 **tokens,
-                initial=pool[starts].double(),
+                initial=pool[starts][:, heads].double(),
                 scale=arguments["scale"],
+                gated=arguments["gate"] != "log",
                 bounds=(0, *itertools.accumulate(lens[at] for at in active)),
                 kept=tuple((place[sequence], token + 1) for sequence, token, _ in writes),
             ),
+            heads=heads,
             rows=rows,
             slots=torch.tensor([slot for *_, slot in writes], dtype=torch.int64, device=device),
             before=pool.clone(),
