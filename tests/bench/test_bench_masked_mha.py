@@ -128,6 +128,8 @@ def test_bench_masked_mha_on_cpu(benchmark: Any) -> None:
 
 
 @pytest.mark.gpu
+# torch's compiler, which FlexAttention needs, warns of parts of itself
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("source", list(SOURCES))
 @pytest.mark.parametrize(
     ("length", "dims", "heads"),
