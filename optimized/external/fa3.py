@@ -3,8 +3,7 @@
 Written against ``hopper/flash_attn_interface.py`` of Dao-AILab/flash-attention at 01afd16 (module
 ``flash_attn_interface``), and against the copy that vLLM bundles as ``vllm.vllm_flash_attn``
 (vllm-project/flash-attention at 03ef28b). Both give ``lse`` ``[H, T]`` in natural log, align the causal mask to the
-last key, and write ``+inf`` or ``-inf`` in rows without keys. Not yet run on a GPU by this project; the change of
-convention is tested against a stand-in.
+last key, and write ``+inf`` or ``-inf`` in rows without keys.
 """
 
 from collections.abc import Callable
