@@ -36,9 +36,17 @@ class Kda:
     """See ``harness.operation.Operation``; the oracle is ``reference.kda.kda``."""
 
     name = "kda"
-    arguments = (*TOKENS, *LAYER, "cu_seqlens", "initial_state", "checkpoints", "state_dtype", "state_layout")
-    optional_arguments = ("state_dtype", "state_layout")
-    results = ("out", "final_state", "checkpoint_states")
+    arguments: tuple[str, ...] = (
+        *TOKENS,
+        *LAYER,
+        "cu_seqlens",
+        "initial_state",
+        "checkpoints",
+        "state_dtype",
+        "state_layout",
+    )
+    optional_arguments: tuple[str, ...] = ("state_dtype", "state_layout")
+    results: tuple[str, ...] = ("out", "final_state", "checkpoint_states")
 
     def cases(self, request: CaseRequest) -> list[Case]:
         """See ``_kda_cases``."""

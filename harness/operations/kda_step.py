@@ -32,9 +32,9 @@ class KdaStep:
     """See ``harness.operation.Operation``; the oracle is ``reference.kda_step.kda_step``."""
 
     name = "kda_step"
-    arguments = (*TOKENS, *LAYER, *TABLES, "state_pool", "state_layout")
-    optional_arguments = ("state_layout",)
-    results = ("out", "state_pool")
+    arguments: tuple[str, ...] = (*TOKENS, *LAYER, *TABLES, "state_pool", "state_layout")
+    optional_arguments: tuple[str, ...] = ("state_layout",)
+    results: tuple[str, ...] = ("out", "state_pool")
 
     def cases(self, request: CaseRequest) -> list[Case]:
         """See ``_kda_step_cases``."""
