@@ -1,4 +1,3 @@
-# mypy: disable-error-code="attr-defined"
 """The conversion to latent attention against attention written out here, and the stored capture against its claims."""
 
 import importlib.resources
@@ -15,6 +14,7 @@ from safetensors.torch import load
 from torch import Tensor, nn
 
 from assay.eval import capture
+from assay.eval.llama_layers import layer_weights, load_model, logits_with, mla_attention, record
 from assay.eval.mla_conversion import GqaWeights, convert_to_mla, mla_inputs
 from assay.reference.mla_prefill import mla_prefill
 
@@ -246,11 +246,11 @@ def test_capture_of_a_tiny_model_stores_what_its_attention_computes(token_ids: T
 
 def test_lossless_variant_leaves_the_models_logits_alone(token_ids: Tensor) -> None:
     model = TinyModel()
-    recording = capture.record(model, token_ids)
+    recording = record(model, token_ids)
     for rope_frequencies, same in ((FREQUENCIES, True), (FREQUENCIES - 1, False)):
-        mla = convert_to_mla(capture.layer_weights(model, 1), rope_frequencies=rope_frequencies)
-        out = capture.mla_attention(mla, recording.hidden[1])
-        difference = (capture.logits_with(model, token_ids, 1, out) - recording.logits).abs().max()
+        mla = convert_to_mla(layer_weights(model, 1), rope_frequencies=rope_frequencies)
+        out = mla_attention(mla, recording.hidden[1])
+        difference = (logits_with(model, token_ids, 1, out) - recording.logits).abs().max()
         assert (difference < 1e-9) == same
 
 
@@ -284,7 +284,7 @@ def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch, modu
         # None makes an import fail as if nothing were installed
         monkeypatch.setitem(sys.modules, name, None if name == module else SimpleNamespace())
     with pytest.raises(ModuleNotFoundError, match=rf"^{module} must be installed .*kernel-assay\[model\]"):
-        capture.load_model(Path("model.gguf"))
+        load_model(Path("model.gguf"))
 
 
 def test_capture_file_cuts_the_text_and_records_its_origin(

@@ -1,9 +1,9 @@
-# mypy: disable-error-code="no-any-return"
 """Sparse decoding: what stays in the cache, against the whole cache under a mask that plain loops worked out."""
 
 import itertools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,7 @@ def test_every_selection_is_counted_and_described(folder: Path) -> None:
 
 def test_positions_that_were_not_kept_show(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = made(folder, **LATENT, **RULES[1])
-    forward = model._forward
+    forward: Callable[..., Tensor] = model._forward
 
     def recounted(ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, *, keep: int) -> Tensor:
         left = cache.get_seq_length()

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="arg-type, attr-defined"
 """The gates of the gated delta rule: what trips each of them, and what must not; its cases and its questions."""
 
 import math
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import in_dtype
 from torch import Tensor
 
 from assay.harness.case import Case
@@ -21,9 +21,9 @@ from assay.harness.faults._kda_variants import single, subtracting_step
 from assay.harness.kernels import wrap_function
 from assay.harness.operation import CaseRequest, Inputs, Judged
 from assay.harness.operations import kda as judged_kda
-from assay.harness.operations._kda_cases import FAMILIES, Form
+from assay.harness.operations._kda_cases import Form
 from assay.harness.operations._kda_gates import NAMES, KdaOracle, judge_kda
-from assay.harness.operations._kda_inputs import TOKENS, drawn_tokens
+from assay.harness.operations._kda_inputs import FAMILIES, TOKENS, drawn_tokens
 from assay.harness.operations._kda_recurrence import kda_recurrence, sites_of
 from assay.harness.operations.kda import OPERATION, checkpoints_of, judged_heads
 from assay.harness.plan import DTYPES
@@ -56,13 +56,8 @@ def held(case: Case) -> tuple[KdaOracle, Contract, Inputs]:
 
 def exact_answer(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """The reference, in the dtypes of a kernel."""
-    left_out = OPERATION.optional_arguments
-    wide = {
-        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in arguments.items()
-        if name not in left_out
-    }
-    out, *states = reference(**wide)
+    given = {name: value for name, value in arguments.items() if name not in OPERATION.optional_arguments}
+    out, *states = reference(**in_dtype(given, torch.float64))
     final, kept = (state.to(arguments["state_dtype"]) for state in states)
     return out.to(arguments["q"].dtype), final, kept
 
@@ -71,7 +66,7 @@ def failed(judged: Judged) -> list[str]:
     return [gate.gate for gate in judged.gates if not gate.passed]
 
 
-def judged(case: Case, change: Callable[[tuple[Tensor, ...]], None] = lambda answer: None) -> list[str]:
+def judged(case: Case, change: Callable[[tuple[Tensor, ...]], object] = lambda answer: None) -> list[str]:
     """Gates that the reference's answer fails after a change."""
     oracle, contract, inputs = held(case)
     answer = tuple(one.clone() for one in exact_answer(case, inputs.arguments))
@@ -102,7 +97,7 @@ def test_the_recurrence_without_noise_is_the_oracle(sizes: dict[str, Any]) -> No
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "poisoned"])
 def test_the_exact_answer_passes(family: str) -> None:
     gate = "log" if family in ("forgetting", "exact-one-hot") else "bounded"
-    own = {"beta_is_logits": False, "qk_l2norm": False} if family == "exact-one-hot" else {}
+    own: dict[str, Any] = {"beta_is_logits": False, "qk_l2norm": False} if family == "exact-one-hot" else {}
     assert judged(case_of(family, gate=gate, **own)) == []
 
 
@@ -141,7 +136,7 @@ def test_an_error_of_every_element_that_no_envelope_sees_is_seen_by_rows(family:
 
 
 def test_integers_are_compared_bit_for_bit_and_last_bits_only_where_a_norm_makes_them() -> None:
-    own = {"gate": "log", "beta_is_logits": False, "qk_l2norm": False}
+    own: dict[str, Any] = {"gate": "log", "beta_is_logits": False, "qk_l2norm": False}
     exact, near = case_of("exact-one-hot", **own), case_of("near-one-hot")
     assert judged(exact, lambda answer: answer[1][0, 0].add_(2.0**-18)) == ["G3 exact final state"]
     assert "G3 exact final state" not in judged(near, lambda answer: answer[1][0, 0].add_(2.0**-18))
@@ -176,7 +171,7 @@ def test_a_contract_says_where_a_kernel_may_round() -> None:
 
 def test_a_product_may_be_subtracted_from_the_value_channel_by_channel() -> None:
     # the partial sums of many channels are as large as the value, and states far smaller
-    wide = {"head_dim_k": 128, "head_dim_v": 128, "num_v_heads": 1, "scale": 0.7}
+    wide: dict[str, Any] = {"head_dim_k": 128, "head_dim_v": 128, "num_v_heads": 1, "scale": 0.7}
     case = case_of("slow", seq_lens=[16] * 3, amplitude=False, **wide)
     oracle, contract, inputs = held(case)
     answer = kda_twin(inputs.arguments, step=subtracting_step)

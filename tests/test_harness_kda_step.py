@@ -1,4 +1,3 @@
-# mypy: disable-error-code="arg-type"
 """Steps on a pool of states: results that are arguments, slots that nobody may touch, and what trips each gate."""
 
 import math
@@ -7,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import in_dtype
 from torch import Tensor
 
 from assay.harness.case import Case
@@ -43,12 +43,8 @@ def smoke() -> list[Case]:
 
 def expected(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The reference, in the dtypes of a kernel."""
-    wide = {
-        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in arguments.items()
-        if name != "state_layout"
-    }
-    out, pool = reference(**wide)
+    given = {name: value for name, value in arguments.items() if name not in OPERATION.optional_arguments}
+    out, pool = reference(**in_dtype(given, torch.float64))
     return out.to(arguments["q"].dtype), pool.to(arguments["state_pool"].dtype)
 
 

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="misc"
 """The moves behind the metamorphic relations: the oracle's answer to a rearranged case is the rearranged answer."""
 
 from dataclasses import replace
@@ -41,6 +40,7 @@ def test_no_move_changes_the_question(case: Case) -> None:
     truth = ask_oracle(case, inputs.arguments)
     order = list(range(len(moves.query_lens(case))))[::-1]
     tokens = torch.arange(len(truth[0])).split(moves.query_lens(case))
+    assert moves.permute is not None
     moved = moves.permute(case, inputs, order)
     assert moves.query_lens(moved) == moves.query_lens(case)[::-1]
     assert moves.key_lens(moved) == moves.key_lens(case)[::-1]
@@ -69,8 +69,9 @@ def test_no_move_changes_the_question(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [ATTENTION, FULL], ids=["causal", "full"])
 def test_the_parts_of_a_split_merge_to_the_whole(case: Case) -> None:
-    inputs = operation_of(case).inputs(case, CPU)
-    split = MOVES["attention"].split(case, inputs, torch.Generator().manual_seed(2))
+    inputs, moves = operation_of(case).inputs(case, CPU), MOVES["attention"]
+    assert moves.split is not None
+    split = moves.split(case, inputs, torch.Generator().manual_seed(2))
     assert split is not None
     assert split.ends is not None
     assert len(split.parts) == 2
@@ -82,6 +83,7 @@ def test_the_parts_of_a_split_merge_to_the_whole(case: Case) -> None:
 
 def test_a_history_is_cut_elsewhere_and_nothing_is_cut_without_one() -> None:
     moves, operation = MOVES["mla_prefill"], operation_of(MLA)
+    assert moves.split is not None
     split = moves.split(MLA, operation.inputs(MLA, CPU), torch.Generator().manual_seed(2))
     assert split is not None
     part, own = split.whole

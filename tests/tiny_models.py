@@ -1,4 +1,3 @@
-# mypy: disable-error-code="import-not-found"
 """Models of random weights, and what their answers are asked by."""
 
 from pathlib import Path
@@ -6,6 +5,7 @@ from typing import Any
 
 import torch
 
+from assay.eval.extras import require
 from assay.eval.models import load_model
 from assay.eval.models.interface import Generated, GenerateRequest, Scored, ScoreRequest
 
@@ -17,8 +17,7 @@ TARGETS = [(8, 9, 7), (8, 2), (9, 8, 8, 7)]
 
 def save_llama(path: Path, **sizes: Any) -> Path:
     """Large enough that its answers differ, with a tokenizer of letters."""
-    import transformers
-
+    transformers = require("transformers", extra="model")
     config = transformers.LlamaConfig(
         **{
             "vocab_size": END + 1, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -36,8 +35,7 @@ def save_llama(path: Path, **sizes: Any) -> Path:
 
 def save_kimi(path: Path, **sizes: Any) -> Path:
     """A model of Kimi's form: two linear layers around a latent one, and the same tokenizer."""
-    import transformers
-
+    transformers = require("transformers", extra="model")
     config = transformers.KimiLinearConfig(
         **{
             "vocab_size": END + 1, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -61,8 +59,7 @@ def save_kimi(path: Path, **sizes: Any) -> Path:
 
 def save_tokenizer(path: Path) -> None:
     """One token a letter."""
-    import tokenizers
-    import transformers
+    tokenizers, transformers = require("tokenizers", extra="model"), require("transformers", extra="model")
 
     vocabulary = {letter: at for at, letter in enumerate(LETTERS)} | {"<end>": END}
     letters = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
