@@ -1,10 +1,11 @@
 """FlashKDA as an implementation of ``kda``.
 
 Written against ``flash_kda.fwd`` of the distribution ``tokenspeed-flashkda`` 0.0.1.post20260901, whose Python source
-was read and is that of post20260526, which ran with torch 2.11 on an H200 (later ones are built for another torch), and what is known of its kernels: bfloat16, 128 channels, as many key heads as value heads, a bounded gate
-with its parameters, logits of beta, contiguous tensors, states with value columns first, float32 or bfloat16 outside
-and bfloat16 on chip, int64 offsets. It checks neither the bound nor the offsets; both are checked here before. It
-writes the output in place if that is contiguous. A float32 state of a sequence without tokens comes back rounded.
+was read and is that of post20260526, which ran with torch 2.11 on an H200 (later ones are built for another torch),
+and what is known of its kernels: bfloat16, 128 channels, as many key heads as value heads, a bounded gate with its
+parameters, logits of beta, contiguous tensors, states with value columns first, float32 or bfloat16 outside and
+bfloat16 on chip, int64 offsets. It checks neither the bound nor the offsets; both are checked here before. It writes
+the output in place if that is contiguous. A float32 state of a sequence without tokens comes back rounded.
 """
 
 import importlib
