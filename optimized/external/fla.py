@@ -3,8 +3,7 @@
 Written against ``fla.ops.kda.chunk_kda`` of the distribution ``fla-core`` 0.6.0, whose source was read for every
 statement here. States are float32, keys first unless asked. Given value columns first it would hand the call to
 FlashKDA where that is installed, so it is always asked for keys first, and the states are transposed here. Inputs are
-made contiguous, as it does itself. A sequence without tokens hands its state on. Its kernels tune themselves at first,
-so that only a later call can be captured in a graph.
+made contiguous, as it does itself. A sequence without tokens hands its state on.
 """
 
 import importlib

@@ -102,7 +102,9 @@ def test_bench_chunks_on_cpu(benchmark: Any) -> None:
     assert max(errors) < 1e-6
 
 
+# fla warns when it is imported
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", SHAPES)
 def test_bench_beside_the_peers(benchmark: Any, name: str) -> None:
     heads, lengths = SHAPES[name]
@@ -133,6 +135,7 @@ def test_bench_beside_the_peers(benchmark: Any, name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", SHAPES)
 def test_bench_errors_beside_the_peers(name: str) -> None:
     """Root mean square errors over those of the oracle's answer, output and state; not timed."""
