@@ -36,6 +36,10 @@ Runs: TypeAlias = Callable[[Rounded, int], Mapping[str, Tensor]]
 FEWEST_RUNS = 16
 ENVELOPE_SIGMAS = 6.0
 SLOPE_SIGMAS = 6.0
+# in roundoffs of a half-precision store, half of what one leaves that cuts: 1 / E[m] of mantissas m in [1, 2), as
+# dense where they are small as 1 / m
+BIAS_LIMIT = 0.5 * math.log(2)
+BIAS_SIGMAS = 6.0
 # in units of the predicted error: by how much the error may gain on the prediction from the first window to the last
 SLOPE_LIMIT = 0.5
 WINDOWS = 8
@@ -179,7 +183,8 @@ def perturbed_gates(
         sequences: Tokens of each sequence in ``out``, whose first axis is the token; its second one is the head.
 
     Returns:
-        For each result G1, G4 for its elements, G5 for its rows and their median; for ``out`` the slope of its error.
+        For each result G1, G4 for its elements, G5 for its rows, G6 for the bias of its store; for ``out`` the median
+        of its rows and the slope of its error besides.
     """
     gates: list[GateResult | None] = []
     for name, spread in oracle.items():
@@ -190,7 +195,7 @@ def perturbed_gates(
             gates.append(GateResult(gate=f"G0 {name}", ratio=math.inf, text=text))
             continue
         judged = _Judged(name=name, spread=spread, got=got.double(), precision=stored[name])
-        gates += [judged.finite(), judged.envelope(), judged.row_rms()]
+        gates += [judged.finite(), judged.envelope(), judged.row_rms(), judged.bias()]
         if name == "out":
             gates += [judged.median_rms(sequences), judged.slope(sequences)]
     return [gate for gate in gates if gate is not None]
@@ -249,6 +254,27 @@ class _Judged:
         ratio = math.inf if math.isnan(median) else median / limit
         text = f"median {median:.3f} of {self.squares.numel()} rows of {self.name}, limit {limit:.3f}"
         return GateResult(gate=f"G5 median rms {self.name}", ratio=ratio, text=text)
+
+    def bias(self) -> GateResult | None:
+        """How far errors of a half-precision result lean to zero or away from it, against those of perturbed runs."""
+        if self.u_out < UNIT_ROUNDOFF["fp16"]:
+            return None
+        exact = self.spread.exact
+        # what nothing perturbs is handed on, not stored anew; subnormal numbers have another roundoff
+        counted = (self.spread.own() > 0) & (exact.abs() > SUBNORMAL[self.precision] / self.u_out)
+        unit = self.u_out * float((exact.abs() * counted).sum())
+        if unit == 0:
+            return None
+        outward = exact.sign() * counted
+        honest = (self.spread.noisy * outward).flatten(1).sum(1).unflatten(0, (self.spread.kinds, -1)) / unit
+        rounding = self.u_out * float((exact * counted).square().sum().div(3).sqrt()) / unit
+        limit = BIAS_LIMIT + BIAS_SIGMAS * math.hypot(float(honest.square().mean(1).amax().sqrt()), rounding)
+        found = float((self.error * outward).sum()) / unit
+        ratio = abs(found) / limit if math.isfinite(found) else math.inf
+        way = "away from" if found > 0 else "to"
+        lean = f"{abs(found):.3f} roundoffs of {self.precision}, limit {limit:.3f}"
+        text = f"errors of {self.name} lean {way} zero by {lean}"
+        return GateResult(gate=f"G6 bias {self.name}", ratio=ratio, text=text)
 
     def slope(self, sequences: Sequence[slice]) -> GateResult | None:
         """How much the error gains on the prediction along the longest sequence, against the gain of perturbed runs."""

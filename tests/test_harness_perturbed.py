@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from assay.harness.contract import Contract, Precision
+from assay.harness.contract import UNIT_ROUNDOFF, Contract, Precision
+from assay.harness.faults._kda_twin import cut_off
 from assay.harness.perturbed import Recurrence, Rounded, Spread, perturbed_gates, perturbed_oracle
 from assay.harness.record import GateResult
 
@@ -206,6 +207,32 @@ def test_the_state_is_held_to_its_own_format_alone() -> None:
     assert failing(gates_of(given, answer)) != set()
     assert failing(gates_of(given, answer, CONTRACT.promising(p="e4m3", state="fp32"))) != set()
     assert failing(gates_of(given, answer, CONTRACT.promising(state="fp16"))) == set()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_store_that_cuts_off_is_seen_by_its_bias(dtype: Precision) -> None:
+    """Each element errs by at most twice as much as if it were rounded: gates of single elements do not mind."""
+    given, stored = problem(250), STORED | {"out": dtype, "final state": dtype}
+    oracle = perturbed_oracle(delta_rule(given), dict.fromkeys(SITES, "fp32"), seed=1)
+    exact = {name: spread.exact for name, spread in oracle.items()}
+
+    def gates(answer: dict[str, Tensor]) -> dict[str, GateResult]:
+        found = perturbed_gates(answer, oracle, stored=stored, sequences=given.sequences)
+        return {gate.gate: gate for gate in found}
+
+    halves = ("out", "final state")
+    rounded = {name: value.to(DTYPES[dtype]) if name in halves else value.float() for name, value in exact.items()}
+    honest = gates(rounded)
+    assert failing(honest) == set()
+    # a float32 state is not stored in half precision
+    assert {gate for gate in honest if gate.startswith("G6")} == {"G6 bias out", "G6 bias final state"}
+    cut = rounded | {name: cut_off(exact[name].float(), DTYPES[dtype]) for name in halves}
+    assert failing(gates(cut)) >= {"G6 bias out", "G6 bias final state"}
+    assert "lean to zero by 0.7" in gates(cut)["G6 bias out"].text
+    assert honest["G6 bias out"].ratio < 0.2
+    away = gates(rounded | {"out": exact["out"] * (1 + 0.9 * UNIT_ROUNDOFF[dtype])})["G6 bias out"]
+    assert "lean away from zero by 0.900" in away.text
+    assert not away.passed
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..plugin import kernel
 from ..record import Verdict
 from . import planted
-from ._kda_twin import Answer, Arguments, chunk_step, empty_answer, initial_state, kda_twin
+from ._kda_twin import Answer, Arguments, chunk_step, cut_off, empty_answer, initial_state, kda_twin
+from ._kda_variants import single
 
 OP = "kda"
 NUMERIC, NONFINITE = Verdict.NUMERIC, Verdict.NONFINITE
@@ -48,6 +50,25 @@ def final_states_one_late(**arguments: Any) -> Answer:
     """Each sequence gets the final state of the one before it."""
     out, final, kept = kda_twin(arguments)
     return out, final.roll(1, 0), kept
+
+
+@planted(OP, NUMERIC, source="a store that drops the low bits")
+@kernel(contract=single)
+def outputs_cut_off(**arguments: Any) -> Answer:
+    """Outputs in half precision are cut off, not rounded."""
+    out, *states = kda_twin(arguments | {"v": arguments["v"].float()})
+    dtype = arguments["v"].dtype
+    return out if dtype == torch.float32 else cut_off(out, dtype), *states
+
+
+@planted(OP, NUMERIC, source="a store that drops the low bits")
+@kernel(contract=single)
+def states_cut_off(**arguments: Any) -> Answer:
+    """States in half precision are cut off, not rounded."""
+    dtype = arguments["state_dtype"]
+    out, *states = kda_twin(arguments | {"state_dtype": torch.float32})
+    final, kept = states if dtype == torch.float32 else (cut_off(state, dtype) for state in states)
+    return out, final, kept
 
 
 @planted(OP, NUMERIC, rows=("FC-111",))

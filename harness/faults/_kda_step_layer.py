@@ -2,10 +2,15 @@
 
 from typing import Any
 
+import torch
+
+from ..plugin import kernel
 from ..record import Verdict
 from . import planted
 from ._kda_layer import clamped_decay, scale_under_a_norm
+from ._kda_step_slots import single
 from ._kda_step_twin import Answer, step_twin
+from ._kda_twin import cut_off, same
 
 OP = "kda_step"
 NUMERIC = Verdict.NUMERIC
@@ -15,6 +20,23 @@ NUMERIC = Verdict.NUMERIC
 def scale_of_normalised_rows(**arguments: Any) -> Answer:
     """Where rows are normalised the scale is taken from the width of a key."""
     return step_twin(arguments | {"scale": scale_under_a_norm(arguments)})
+
+
+@planted(OP, NUMERIC, source="a store that drops the low bits")
+@kernel(contract=single)
+def outputs_cut_off(**arguments: Any) -> Answer:
+    """Outputs in half precision are cut off, not rounded."""
+    out, pool = step_twin(arguments | {"v": arguments["v"].float()})
+    dtype = arguments["v"].dtype
+    return out if dtype == torch.float32 else cut_off(out, dtype), pool
+
+
+@planted(OP, NUMERIC, source="a store that drops the low bits")
+@kernel(contract=single)
+def states_cut_off(**arguments: Any) -> Answer:
+    """States in half precision are cut off on their way to the pool, not rounded."""
+    dtype = arguments["state_pool"].dtype
+    return step_twin(arguments, store=same if dtype == torch.float32 else lambda state: cut_off(state, dtype))
 
 
 @planted(OP, NUMERIC, source="a softplus of clamped logits")

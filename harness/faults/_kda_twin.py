@@ -65,6 +65,14 @@ def bfloat16(x: Tensor) -> Tensor:
     return x.bfloat16().float()
 
 
+def cut_off(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Float32 in half precision, towards zero."""
+    nearest = x.to(dtype)
+    larger = nearest.float().abs() > x.abs()
+    # one less in the bits is the next number towards zero, whatever the sign
+    return (nearest.view(torch.int16) - larger.short()).view(dtype)
+
+
 def chunk_step(
     q: Tensor,
     k: Tensor,
