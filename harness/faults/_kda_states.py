@@ -56,9 +56,9 @@ def final_states_one_late(**arguments: Any) -> Answer:
 @kernel(contract=single)
 def outputs_cut_off(**arguments: Any) -> Answer:
     """Outputs in half precision are cut off, not rounded."""
-    out, *states = kda_twin(arguments | {"v": arguments["v"].float()})
+    out, final, kept = kda_twin(arguments | {"v": arguments["v"].float()})
     dtype = arguments["v"].dtype
-    return out if dtype == torch.float32 else cut_off(out, dtype), *states
+    return out if dtype == torch.float32 else cut_off(out, dtype), final, kept
 
 
 @planted(OP, NUMERIC, source="a store that drops the low bits")
@@ -66,9 +66,8 @@ def outputs_cut_off(**arguments: Any) -> Answer:
 def states_cut_off(**arguments: Any) -> Answer:
     """States in half precision are cut off, not rounded."""
     dtype = arguments["state_dtype"]
-    out, *states = kda_twin(arguments | {"state_dtype": torch.float32})
-    final, kept = states if dtype == torch.float32 else (cut_off(state, dtype) for state in states)
-    return out, final, kept
+    out, final, kept = kda_twin(arguments | {"state_dtype": torch.float32})
+    return (out, final, kept) if dtype == torch.float32 else (out, cut_off(final, dtype), cut_off(kept, dtype))
 
 
 @planted(OP, NUMERIC, rows=("FC-111",))
