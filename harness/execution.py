@@ -148,16 +148,31 @@ def _execute(
 
 
 def _asking(operation: Operation, kernel: Kernel, contract: Contract, inputs: Inputs, device: torch.device) -> Ask:
-    """What an operation asks further questions with, on memory full of NaN."""
+    """What an operation asks further questions with, on memory full of NaN.
+
+    What has the form of an input of the case takes its place in memory: who knows inputs by their addresses is wrong.
+    """
 
     def ask(case: Case, arguments: dict[str, Any]) -> Answer:
         outline = operation.outline(case)
-        given = prepared(Inputs(arguments=arguments, ledger=inputs.ledger), kernel, case, contract, outline)
+        placed = {name: _in_place_of(inputs.arguments.get(name), value) for name, value in arguments.items()}
+        given = prepared(Inputs(arguments=placed, ledger=inputs.ledger), kernel, case, contract, outline)
         bind = completing(kernel.bind, tuple(result.name for result in outline.results), outline.in_place)
         with poisoned_allocations(math.nan), phase("kernel", device):
-            return copied(bind(given.arguments)())
+            answer = copied(bind(given.arguments)())
+        inputs.ledger.restore()
+        return answer
 
     return ask
+
+
+def _in_place_of(original: Any, value: Any) -> Any:
+    """The original with other contents, if the value can be written there."""
+    if not (isinstance(original, Tensor) and isinstance(value, Tensor)) or value is original:
+        return value
+    if (value.shape, value.stride(), value.dtype) != (original.shape, original.stride(), original.dtype):
+        return value
+    return original.copy_(value)
 
 
 def _restated(result: Execution | Stop, conventions: Conventions, outline: AnyOutline) -> Execution | Stop:

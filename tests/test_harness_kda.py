@@ -350,6 +350,13 @@ def test_kernels_say_what_they_serve_and_promise() -> None:
     assert "the interpreter computes bfloat16 wrongly" in str(kernels["kda[triton]"].unsupported(half, CPU))
 
 
+def test_a_kernel_that_knows_offsets_by_their_address_is_found_out() -> None:
+    (fault,) = (one for one in load("kda")[0] if one.name == "offsets_known_by_address")
+    record = run_case(OPERATION, wrap_function(fault.function, OPERATION), case_of(), CPU)
+    assert record.verdict is Verdict.METAMORPHIC
+    assert [gate.gate for gate in record.gates if not gate.passed] == ["G8 permute sequences"]
+
+
 def test_a_fault_shrinks_and_its_program_shows_it(tmp_path: Path) -> None:
     case = case_of(seq_lens=[20, 0, 33])
     (fault,) = (one for one in load("kda")[0] if one.name == "output_before_the_write")

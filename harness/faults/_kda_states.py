@@ -13,7 +13,7 @@ from ._kda_twin import Answer, Arguments, chunk_step, cut_off, empty_answer, ini
 from ._kda_variants import single
 
 OP = "kda"
-NUMERIC, NONFINITE = Verdict.NUMERIC, Verdict.NONFINITE
+NUMERIC, NONFINITE, METAMORPHIC = Verdict.NUMERIC, Verdict.NONFINITE, Verdict.METAMORPHIC
 WRITE_SCOPE, MUTATED_INPUT, STRUCTURE = Verdict.WRITE_SCOPE, Verdict.MUTATED_INPUT, Verdict.STRUCTURE
 
 
@@ -50,6 +50,19 @@ def final_states_one_late(**arguments: Any) -> Answer:
     """Each sequence gets the final state of the one before it."""
     out, final, kept = kda_twin(arguments)
     return out, final.roll(1, 0), kept
+
+
+_seen_offsets: dict[tuple[int, int], Tensor] = {}
+
+
+@planted(OP, METAMORPHIC, NUMERIC, source="plans kept by the address of the lengths")
+def offsets_known_by_address(**arguments: Any) -> Answer:
+    """Offsets are read once for every place in memory."""
+    offsets = arguments["cu_seqlens"]
+    seen = _seen_offsets.setdefault((offsets.data_ptr(), len(offsets)), offsets.clone())
+    # what cannot be of this batch is read again
+    known = seen if int(seen[-1]) == int(offsets[-1]) else offsets
+    return kda_twin(arguments | {"cu_seqlens": known})
 
 
 @planted(OP, NUMERIC, source="a store that drops the low bits")

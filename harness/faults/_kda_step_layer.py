@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..plugin import kernel
 from ..record import Verdict
@@ -20,6 +21,19 @@ NUMERIC = Verdict.NUMERIC
 def scale_of_normalised_rows(**arguments: Any) -> Answer:
     """Where rows are normalised the scale is taken from the width of a key."""
     return step_twin(arguments | {"scale": scale_under_a_norm(arguments)})
+
+
+_seen_slots: dict[tuple[int, torch.Size], Tensor] = {}
+
+
+@planted(OP, Verdict.METAMORPHIC, NUMERIC, Verdict.WRITE_SCOPE, source="plans kept by the address of the slots")
+def slots_known_by_address(**arguments: Any) -> Answer:
+    """Slots are read once for every place in memory."""
+    table, size = arguments["slot_table"], len(arguments["state_pool"])
+    seen = _seen_slots.setdefault((table.data_ptr(), table.shape), table.clone())
+    # what cannot be of this pool is read again
+    known = seen if int(seen.max()) < size and torch.equal(seen < 0, table < 0) else table
+    return step_twin(arguments | {"slot_table": known})
 
 
 @planted(OP, NUMERIC, source="a store that drops the low bits")
