@@ -158,10 +158,11 @@ def _asking(operation: Operation, kernel: Kernel, contract: Contract, inputs: In
         placed = {name: _in_place_of(inputs.arguments.get(name), value) for name, value in arguments.items()}
         given = prepared(Inputs(arguments=placed, ledger=inputs.ledger), kernel, case, contract, outline)
         bind = completing(kernel.bind, tuple(result.name for result in outline.results), outline.in_place)
-        with poisoned_allocations(math.nan), phase("kernel", device):
-            answer = copied(bind(given.arguments)())
-        inputs.ledger.restore()
-        return answer
+        try:
+            with poisoned_allocations(math.nan), phase("kernel", device):
+                return copied(bind(given.arguments)())
+        finally:
+            inputs.ledger.restore()
 
     return ask
 
