@@ -14,12 +14,13 @@ from torch import Tensor
 from . import poison
 from .answers import Answer, copied, tensors_of
 from .case import Case
-from .contract import PRECISION_OF_DTYPE, Contract
+from .contract import Contract
 from .conventions import Conventions
-from .in_place import completing, is_argument
+from .in_place import completing
 from .interpreter import InterpretedBfloat16Error, no_interpreted_bfloat16
 from .layouts import DESTINATION, empty_row_gates, prepared, restated
-from .metamorphic.gate import MOVES, Rearranged, ask_again
+from .metamorphic.gate import MOVES, ask_again
+from .metamorphic.rearranged import MisshapenError, Rearranged, RefusedError, what_it_raises
 from .operation import (
     AnyOutline,
     Ask,
@@ -34,6 +35,7 @@ from .phases import phase
 from .poison import SENTINEL, Allocations, left_as, poisoned_allocations, same_bits
 from .record import GateResult, Location, Verdict
 from .replays import replay_gates
+from .structure import misshapen
 
 # rearrangements are about layout, not values: one family asks them, that in which a single key decides
 REARRANGED_FAMILIES = ("peaked",)
@@ -121,9 +123,10 @@ def _execute(
                 run = run or bind(inputs.arguments)
                 answer = run()
         stop = (_overran(allocations) if allocations else None) or _strayed(inputs)
-        stop = stop or _structure(answer, outline, contract, inputs)
         if stop is not None:
             return stop
+        if (form := misshapen(answer, outline, contract, inputs)) is not None:
+            return Stop(verdict=Verdict.STRUCTURE, text=form)
         stop = _handed_out_again(outline, tensors_of(answer), held)
         if stop is not None:
             return stop
@@ -154,13 +157,19 @@ def _asking(operation: Operation, kernel: Kernel, contract: Contract, inputs: In
     """
 
     def ask(case: Case, arguments: dict[str, Any]) -> Answer:
+        reason = kernel.unsupported(case, device)
+        if reason is not None:
+            raise RefusedError(reason)
         outline = operation.outline(case)
         placed = {name: _in_place_of(inputs.arguments.get(name), value) for name, value in arguments.items()}
         given = prepared(Inputs(arguments=placed, ledger=inputs.ledger), kernel, case, contract, outline)
         bind = completing(kernel.bind, tuple(result.name for result in outline.results), outline.in_place)
         try:
-            with poisoned_allocations(math.nan), phase("kernel", device):
-                return copied(bind(given.arguments)())
+            with what_it_raises(), poisoned_allocations(math.nan), phase("kernel", device):
+                answer = bind(given.arguments)()
+            if (form := misshapen(answer, outline, contract, given)) is not None:
+                raise MisshapenError(form)
+            return copied(answer)
         finally:
             inputs.ledger.restore()
 
@@ -209,54 +218,6 @@ def describe(error: BaseException) -> str:
     own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES) and frame.filename != poison.__file__]
     place = (own or frames)[-1]
     return f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
-
-
-def _structure(answer: Any, outline: AnyOutline, contract: Contract, inputs: Inputs) -> Stop | None:
-    """G0: whether the answer is tensors of the promised shape, dtype, device and ownership."""
-    names = ", ".join(result.name for result in outline.results)
-    alone = len(outline.results) == 1 and isinstance(answer, Tensor)
-    if not alone and not (isinstance(answer, tuple) and len(answer) == len(outline.results)):
-        wanted = f"({names})" if len(outline.results) > 1 else f"one tensor {names}"
-        return Stop(verdict=Verdict.STRUCTURE, text=f"a kernel must return {wanted}, got {type(answer).__name__}")
-    device = next(buffer.device for buffer in inputs.ledger.buffers.values())
-    owned = {buffer.untyped_storage().data_ptr() for buffer in inputs.ledger.buffers.values()}
-    for result, tensor in zip(outline.results, tensors_of(answer), strict=True):
-        name, shape, text = result.name, result.shape, None
-        found = str(getattr(tensor, "dtype", None)).removeprefix("torch.")
-        stored = PRECISION_OF_DTYPE.get(found) if result.field is not None else found
-        declared = result.dtype if result.field is None else getattr(contract, result.field)
-        if result.in_place:
-            # the caller's own
-            declared = stored
-        if type(tensor) is not Tensor:
-            text = f"{name} must be a torch.Tensor, got {type(tensor).__name__}"
-        elif (form := _unreadable(tensor)) is not None:
-            text = f"{name} must be a dense tensor that stores its values, got {form}"
-        elif tuple(tensor.shape) != shape:
-            text = f"{name} must have shape {shape}, got {tuple(tensor.shape)}"
-        elif stored != declared:
-            kind = "dtype" if result.field is None else "declared precision"
-            text = f"{name} must have the {kind} {declared}, got {tensor.dtype}"
-        elif tensor.device != device:
-            text = f"{name} must be on {device}, got {tensor.device}"
-        elif result.in_place:
-            same = is_argument(tensor, inputs.arguments[name])
-            text = None if same else f"{name} must be the given tensor, written in place, got another one"
-        elif tensor.numel() and tensor.untyped_storage().data_ptr() in owned:
-            text = f"{name} must own its memory, got a view of an input"
-        if text is not None:
-            return Stop(verdict=Verdict.STRUCTURE, text=text)
-    return None
-
-
-def _unreadable(tensor: Tensor) -> str | None:
-    """Why the memory of a tensor is not a plain array of its elements, or None."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return f"layout {'nested' if tensor.is_nested else str(tensor.layout).removeprefix('torch.')}"
-    if tensor.is_quantized:
-        return f"quantized {tensor.dtype}"
-    # only a flag says so, which whoever takes the address of the data never sees
-    return "a negated view" if tensor.is_neg() else "a conjugated view" if tensor.is_conj() else None
 
 
 def _handed_out_again(outline: AnyOutline, answer: Answer, held: list[Answer]) -> Stop | None:

@@ -22,7 +22,7 @@ from .answers import Answer
 from .contract import Contract
 from .conventions import Conventions
 from .execution import Execution, Stop
-from .metamorphic.gate import Rearranged
+from .metamorphic.rearranged import Rearranged
 from .record import GateResult, Location, Verdict
 
 HEADER = struct.Struct("<8sQQ")

@@ -15,7 +15,7 @@ from .poison import Ledger
 from .record import GateResult
 
 if TYPE_CHECKING:
-    from .metamorphic.gate import Rearranged
+    from .metamorphic.rearranged import Rearranged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,7 +298,7 @@ Ask = Callable[[Case, dict[str, Any]], Answer]
 
 @runtime_checkable
 class RearrangedOperation(GatedOperation, Protocol):
-    """One that asks a kernel the same question in other forms, see ``harness.metamorphic.gate``."""
+    """One that asks a kernel the same question in other forms, see ``harness.metamorphic.rearranged``."""
 
     def ask_again(
         self, case: Case, arguments: dict[str, Any], ask: Ask, first: Answer, contract: Contract
@@ -308,7 +308,8 @@ class RearrangedOperation(GatedOperation, Protocol):
         Args:
             case: Of the answer.
             arguments: Of the answer; to be left as they are.
-            ask: A kernel's answer, by value, to a case with these arguments.
+            ask: A kernel's answer, by value, to a case with these arguments; raises what ``metamorphic.rearranged`` has
+                for one that refuses or fails.
             first: Its answer.
             contract: What it promised.
 

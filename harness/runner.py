@@ -14,7 +14,8 @@ from .contract import Contract
 from .execution import Execution, Stop, describe, execute
 from .gates import judge_answers, nonfinite_gates, oracle_answers
 from .layouts import relocated
-from .metamorphic.gate import Rearranged, judge_again
+from .metamorphic.gate import judge_again
+from .metamorphic.rearranged import Rearranged
 from .operation import AttentionOperation, GatedOperation, Kernel, Operation, Rows
 from .phases import Spent, accounted, phase
 from .record import GateResult, Record, RowErrors, Verdict
@@ -23,6 +24,8 @@ from .record import GateResult, Record, RowErrors, Verdict
 ROW_BUDGET = {"cpu": 1 << 27, "cuda": 1 << 32}
 # of a gate that holds an answer against the oracle; all others find wrong numbers
 VERDICTS = {"G1": Verdict.NONFINITE, "G2": Verdict.WRITE_SCOPE}
+# of what comes of a question put differently; all others find that the answer is another one
+VERDICTS_AGAIN = {"G0": Verdict.STRUCTURE}
 NEEDS_DEVICE = "too large for a CPU, needs a device"
 
 
@@ -222,6 +225,7 @@ def assess(exam: Exam, execution: Execution | Stop) -> Finding:
     failed = [gate for gate in gates if not gate.passed]
     if not failed:
         return Finding(verdict=Verdict.PASS, gates=tuple(gates), **judged)
+    verdict = VERDICTS_AGAIN.get(failed[0].gate.split()[0], verdict)
     return Finding(verdict=verdict, text=failed[0].text, gates=tuple(gates), **judged)
 
 

@@ -83,6 +83,14 @@ def states_cut_off(**arguments: Any) -> Answer:
     return (out, final, kept) if dtype == torch.float32 else (out, cut_off(final, dtype), cut_off(kept, dtype))
 
 
+@planted(OP, STRUCTURE, source="states that follow the initial ones, float32 where there are none")
+@kernel(contract=single)
+def states_in_the_format_of_the_initial_ones(**arguments: Any) -> Answer:
+    """States are handed out in the format in which initial ones came, not in the one asked for."""
+    initial = arguments["initial_state"]
+    return kda_twin(arguments | {"state_dtype": torch.float32 if initial is None else initial.dtype})
+
+
 @planted(OP, NUMERIC, rows=("FC-111",))
 def states_stored_value_columns_first(**arguments: Any) -> Answer:
     """States are stored ``[V, K]`` where they are read ``[K, V]``."""

@@ -17,7 +17,7 @@ kernel lives; judging needs no kernel.
 
 import math
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -33,8 +33,10 @@ from ..operation import AttentionOperation, Inputs, Kernel
 from ..phases import phase
 from ..poison import poisoned_allocations, same_bits
 from ..record import GateResult, Location
+from ..structure import misshapen
 from . import attention, masked_mha, mla_prefill, sparse_mla
 from .moves import Moves, Part
+from .rearranged import BrokenError, MisshapenError, Rearranged, RefusedError, what_it_raises
 from .relations import RELATIONS, Question, Scene, scaled_back
 
 MOVES: dict[str, Moves] = {
@@ -45,27 +47,6 @@ MOVES: dict[str, Moves] = {
 }
 # elements [rows, keys, dims] of a rearranged case that the oracle answers for; above it rows are sampled
 ROW_BUDGET = 1 << 26
-
-
-class _RefusedError(Exception):
-    """The kernel does not serve the rearranged case: the relation says nothing."""
-
-
-class _BrokenError(Exception):
-    """The kernel failed on the rearranged case."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rearranged:
-    """What a kernel answered to the rearrangements of a case.
-
-    Attributes:
-        gates: Of relations that bits decide.
-        answers: ``(relation, number of the question) -> out and lse`` of each part, for the oracle's side to judge.
-    """
-
-    gates: tuple[GateResult, ...]
-    answers: dict[tuple[str, int], tuple[Answer, ...]]
 
 
 def metamorphic_gates(
@@ -116,10 +97,10 @@ def ask_again(
         for at, question in enumerate(relation(scene)):
             try:
                 got = tuple(_ask(operation, kernel, part, question, contract, device) for part in question.parts)
-            except _RefusedError:
+            except RefusedError:
                 break
-            except _BrokenError as error:
-                found = GateResult(gate=name, ratio=math.inf, text=str(error))
+            except BrokenError as error:
+                gates.append(error.of(name))
                 break
             finally:
                 inputs.ledger.restore()
@@ -203,25 +184,21 @@ def _ask(
     case, inputs = part
     reason = kernel.unsupported(case, device)
     if reason is not None:
-        raise _RefusedError(reason)
+        raise RefusedError(reason)
     outline = operation.outline(case)
-    try:
-        given = prepared(inputs, kernel, case, contract, outline)
-        if question.unused is not None:
-            for buffer in given.ledger.buffers.values():
-                if buffer.is_floating_point():
-                    buffer.masked_fill_(buffer.isnan(), min(question.unused, torch.finfo(buffer.dtype).max))
-        with warnings.catch_warnings(), no_interpreted_bfloat16(), poisoned_allocations(math.nan):
-            # numpy, in which Triton's interpreter computes, remarks on the NaN of poisoned neighbours
-            warnings.simplefilter("ignore", RuntimeWarning)
-            with phase("kernel", device):
-                got = copied(kernel.bind(given.arguments)())
-        answer = restated(got, kernel.conventions, outline.empty_rows)
-    except NotImplementedError as error:
-        raise _RefusedError(str(error)) from error
-    except Exception as error:
-        raise _BrokenError(f"the kernel raised {type(error).__name__}: {error}") from error
-    return answer
+    given = prepared(inputs, kernel, case, contract, outline)
+    if question.unused is not None:
+        for buffer in given.ledger.buffers.values():
+            if buffer.is_floating_point():
+                buffer.masked_fill_(buffer.isnan(), min(question.unused, torch.finfo(buffer.dtype).max))
+    with warnings.catch_warnings(), no_interpreted_bfloat16(), poisoned_allocations(math.nan), what_it_raises():
+        # numpy, in which Triton's interpreter computes, remarks on the NaN of poisoned neighbours
+        warnings.simplefilter("ignore", RuntimeWarning)
+        with phase("kernel", device):
+            answer = kernel.bind(given.arguments)()
+    if (form := misshapen(answer, outline, contract, given)) is not None:
+        raise MisshapenError(form)
+    return restated(copied(answer), kernel.conventions, outline.empty_rows)
 
 
 def _same_bits(question: Question, got: tuple[Answer, ...], first: Answer, contract: Contract) -> GateResult | None:

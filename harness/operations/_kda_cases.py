@@ -57,7 +57,7 @@ FORMS = (
     Form(gate="log", beta_is_logits=False, qk_l2norm=False, checkpoints="some", tail=0),
     Form(bound=3.0, amplitude=False, state_dtype="bfloat16", state_layout="VK", checkpoints="some"),
     Form(gate="softplus", amplitude=False, qk_l2norm=False, state_dtype="bfloat16", layout="projection", tail=0),
-    Form(gate="log", initial=False, checkpoints="some", offsets="int64", tail=40),
+    Form(gate="log", initial=False, checkpoints="some", state_dtype="bfloat16", offsets="int64", tail=40),
     Form(bound=0.5, beta_is_logits=False, state_layout="VK", checkpoints="some", layout="projection"),
 )
 # what FlashKDA and its like serve

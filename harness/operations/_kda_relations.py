@@ -16,7 +16,7 @@ import torch
 from ..answers import Answer, dtype_of
 from ..case import Case
 from ..contract import Contract
-from ..metamorphic.gate import Rearranged
+from ..metamorphic.rearranged import Rearranged, asked
 from ..operation import Ask
 from ..poison import same_bits
 from ..record import GateResult, Location
@@ -34,21 +34,22 @@ def ask_kda(case: Case, arguments: dict[str, Any], ask: Ask, first: Answer, cont
     gates: list[GateResult] = []
     answers: dict[tuple[str, int], tuple[Answer, ...]] = {}
     if contract.deterministic:
-        gates.append(_later_tokens(case, arguments, ask, first))
-    permuted = _permuted(case, arguments, ask)
-    if contract.batch_invariant and contract.deterministic:
-        same = all(same_bits(one, other) for one, other in zip(permuted, first, strict=True))
-        text = "" if same else "bits depend on the order of the sequences"
-        gates.append(GateResult(gate="G8 permute sequences", ratio=0.0 if same else math.inf, text=text))
-    else:
-        answers["permute sequences", 0] = (permuted,)
+        with asked("later tokens", gates):
+            gates.append(_later_tokens(case, arguments, ask, first))
+    with asked("permute sequences", gates):
+        permuted = _permuted(case, arguments, ask)
+        if contract.batch_invariant and contract.deterministic:
+            same = all(same_bits(one, other) for one, other in zip(permuted, first, strict=True))
+            text = "" if same else "bits depend on the order of the sequences"
+            gates.append(GateResult(gate="G8 permute sequences", ratio=0.0 if same else math.inf, text=text))
+        else:
+            answers["permute sequences", 0] = (permuted,)
     if case.sizes["state_dtype"] == "float32":
-        answers["split sequences", 0] = (_split(case, arguments, ask, first),)
+        with asked("split sequences", gates):
+            answers["split sequences", 0] = (_split(case, arguments, ask, first),)
     if arguments["initial_state"] is None:
-        dtype = dtype_of(case.sizes["state_dtype"])
-        zeros = torch.zeros(first[1].shape, dtype=dtype, device=first[1].device)
-        given = replace(case, sizes=case.sizes | {"initial": True})
-        answers["zero state", 0] = (ask(given, arguments | {"initial_state": zeros}),)
+        with asked("zero state", gates):
+            answers["zero state", 0] = (_from_zeros(case, arguments, ask, first),)
     return Rearranged(gates=tuple(gates), answers=answers)
 
 
@@ -126,3 +127,11 @@ def _split(case: Case, arguments: dict[str, Any], ask: Ask, first: Answer) -> An
         got, state, _ = ask(replace(case, sizes=case.sizes | sizes), called)
         out[rows] = got
     return out, state, first[2]
+
+
+def _from_zeros(case: Case, arguments: dict[str, Any], ask: Ask, first: Answer) -> Answer:
+    """The answer to initial states that hold nothing."""
+    dtype = dtype_of(case.sizes["state_dtype"])
+    zeros = torch.zeros(first[1].shape, dtype=dtype, device=first[1].device)
+    given = replace(case, sizes=case.sizes | {"initial": True})
+    return ask(given, arguments | {"initial_state": zeros})

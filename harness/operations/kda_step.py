@@ -11,7 +11,7 @@ from ...optimized.kda_step import STEP_IMPLEMENTATIONS, kda_step, plan_kda_step
 from ..answers import Answer, dtype_of
 from ..case import Case
 from ..contract import PRECISION_OF_DTYPE, Contract
-from ..metamorphic.gate import Rearranged
+from ..metamorphic.rearranged import Rearranged, asked
 from ..operation import Ask, CaseRequest, Inputs, Judged, Kernel, Outline, Result
 from ..poison import Ledger, same_bits
 from ..record import GateResult
@@ -109,11 +109,13 @@ class KdaStep:
         """The same step on a pool whose slots lie elsewhere, full of other things where nobody looks: equal bits."""
         if case.family != "diffuse" or not contract.deterministic:
             return None
-        (out, pool), written = ask(case, moved(arguments)), written_slots(case)
-        same = same_bits(out, first[0]) and same_bits(pool.roll(-1, 0)[written], first[1][written])
-        text = "" if same else "bits depend on where slots lie, or on what lies in those that are not read"
-        gate = GateResult(gate="G8 relabel slots", ratio=0.0 if same else math.inf, text=text)
-        return Rearranged(gates=(gate,), answers={})
+        gates: list[GateResult] = []
+        with asked("relabel slots", gates):
+            (out, pool), written = ask(case, moved(arguments)), written_slots(case)
+            same = same_bits(out, first[0]) and same_bits(pool.roll(-1, 0)[written], first[1][written])
+            text = "" if same else "bits depend on where slots lie, or on what lies in those that are not read"
+            gates.append(GateResult(gate="G8 relabel slots", ratio=0.0 if same else math.inf, text=text))
+        return Rearranged(gates=tuple(gates), answers={})
 
     def default_contract(self, case: Case) -> Contract:
         """Operands and outputs in the dtype of the inputs; a state in float32 from token to token."""
