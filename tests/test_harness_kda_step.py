@@ -10,6 +10,7 @@ from builders import in_dtype
 from torch import Tensor
 
 from assay.harness.case import Case
+from assay.harness.faults import load
 from assay.harness.faults._kda_step_slots import single
 from assay.harness.faults._kda_step_twin import step_twin
 from assay.harness.in_place import completing, is_argument, put_back
@@ -19,7 +20,8 @@ from assay.harness.operation import CaseRequest
 from assay.harness.operations._kda_step_cases import FAMILIES, StepForm
 from assay.harness.operations._kda_step_gates import judge_step
 from assay.harness.operations._kda_step_inputs import table_of
-from assay.harness.operations.kda_step import OPERATION, moved, written_slots
+from assay.harness.operations._kda_step_relations import moved, next_columns, written_slots
+from assay.harness.operations.kda_step import OPERATION
 from assay.harness.plan import DTYPES
 from assay.harness.plugin import kernel
 from assay.harness.poison import Ledger
@@ -167,6 +169,49 @@ def test_bits_that_depend_on_the_place_of_a_slot_are_seen() -> None:
     found, text = verdict(placed, case_of())
     assert found is Verdict.METAMORPHIC
     assert text == "bits depend on where slots lie, or on what lies in those that are not read"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("slots_known_by_address", "bits depend on where slots lie"),
+        ("accepted_counts_known_by_address", "bits depend on the column from which a sequence starts"),
+        ("offsets_known_by_address", "permute sequences: G"),
+    ],
+)
+def test_a_kernel_that_knows_a_table_by_its_address_is_found_out(name: str, text: str) -> None:
+    (fault,) = (fault for fault in load("kda_step")[0] if fault.name == name)
+    record = run_case(OPERATION, wrap_function(fault.function, OPERATION), case_of(), CPU)
+    assert record.verdict is Verdict.METAMORPHIC
+    assert text in record.text
+
+
+def test_a_promise_of_batch_invariance_is_held_in_bits() -> None:
+    def placed(**a: Any) -> Any:
+        out, pool = step_twin(a)
+        # one roundoff more where the first sequence has three tokens
+        return out * (1 + 2.0**-23 * (int(a["cu_seqlens"][1]) == 3)), pool
+
+    invariant = kernel(contract=lambda case: single(case, batch_invariant=True))(lambda **a: placed(**a))
+    record = run_case(OPERATION, wrap_function(invariant, OPERATION), case_of(), CPU)
+    assert (record.verdict, record.text) == (Verdict.METAMORPHIC, "bits depend on the order of the sequences")
+    assert verdict(placed, case_of())[0] is Verdict.PASS
+
+
+def test_a_step_from_the_next_column_is_the_same_step() -> None:
+    case = case_of(padding=4, seq_lens=[4, 2, 3, 1])
+    arguments = OPERATION.inputs(case, CPU).arguments
+    turned, table = next_columns(arguments), table_of(case)
+    assert turned["num_accepted"].tolist() == [2, 3, 4, 1]
+    starts = [row[count - 1] for row, count in zip(turned["slot_table"].tolist(), [2, 3, 4, 1], strict=True)]
+    assert starts == table.starts
+    out, pool = expected(arguments)
+    turned_out, turned_pool = expected(turned)
+    assert torch.equal(out, turned_out)
+    # the second token of the first sequence leaves its state where the first one did, which started from there
+    first, second = table.rows[0][:2]
+    assert torch.equal(pool[second], turned_pool[first])
+    assert not torch.equal(pool[first], turned_pool[first])
 
 
 def test_moved_slots_hold_what_they_held() -> None:

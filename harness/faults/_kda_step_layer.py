@@ -36,6 +36,33 @@ def slots_known_by_address(**arguments: Any) -> Answer:
     return step_twin(arguments | {"slot_table": known})
 
 
+_seen_counts: dict[tuple[int, torch.Size], Tensor] = {}
+
+
+@planted(OP, Verdict.METAMORPHIC, source="plans kept by the address of the counts")
+def accepted_counts_known_by_address(**arguments: Any) -> Answer:
+    """Counts of accepted tokens are read once for every place in memory."""
+    counts, table = arguments["num_accepted"], arguments["slot_table"]
+    if counts is None:
+        return step_twin(arguments)
+    seen = _seen_counts.setdefault((counts.data_ptr(), counts.shape), counts.clone())
+    # what cannot be of this step is read again
+    known = seen if int(seen.max()) <= table.shape[1] else counts
+    return step_twin(arguments | {"num_accepted": known})
+
+
+_seen_offsets: dict[tuple[int, torch.Size], Tensor] = {}
+
+
+@planted(OP, Verdict.METAMORPHIC, source="plans kept by the address of the lengths")
+def offsets_known_by_address(**arguments: Any) -> Answer:
+    """Offsets are read once for every place in memory."""
+    offsets = arguments["cu_seqlens"]
+    seen = _seen_offsets.setdefault((offsets.data_ptr(), offsets.shape), offsets.clone())
+    fits = int(seen[-1]) == int(offsets[-1]) and int(seen.diff().max()) <= arguments["slot_table"].shape[1]
+    return step_twin(arguments | {"cu_seqlens": seen if fits else offsets})
+
+
 @planted(OP, NUMERIC, source="a store that drops the low bits")
 @kernel(contract=single)
 def outputs_cut_off(**arguments: Any) -> Answer:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..answers import Answer, dtype_of
 from ..case import Case
@@ -82,26 +83,31 @@ def _later_tokens(case: Case, arguments: dict[str, Any], ask: Ask, first: Answer
     return GateResult(gate="G8 later tokens", ratio=math.inf, where=Location(token=token), text=text)
 
 
-def _permuted(case: Case, arguments: dict[str, Any], ask: Ask) -> Answer:
-    """The answer to the sequences in reverse order, put back."""
+def reversed_sequences(case: Case, arguments: dict[str, Any]) -> tuple[Case, Tensor, dict[str, Any]]:
+    """The case with its sequences in reverse order, which row each of its rows was, and its tokens and offsets."""
     bounds, lens = _bounds(case), case.sizes["seq_lens"]
     order = list(range(len(lens)))[::-1]
     parts = [torch.arange(bounds[at], bounds[at + 1]) for at in order]
     tail = torch.arange(bounds[-1], len(arguments["q"]))
-    device = arguments["q"].device
-    rows = torch.cat([*parts, tail]).to(device)
+    rows = torch.cat([*parts, tail]).to(arguments["q"].device)
     moved = arguments | {name: elsewhere(arguments[name]) for name in TOKENS}
     for name in TOKENS:
         moved[name].copy_(arguments[name][rows])
     offsets = torch.tensor([0, *itertools.accumulate(lens[at] for at in order)])
     moved["cu_seqlens"] = offsets.to(arguments["cu_seqlens"])
+    return replace(case, sizes=case.sizes | {"seq_lens": [lens[at] for at in order]}), rows, moved
+
+
+def _permuted(case: Case, arguments: dict[str, Any], ask: Ask) -> Answer:
+    """The answer to the sequences in reverse order, put back."""
+    turned, rows, moved = reversed_sequences(case, arguments)
     if arguments["initial_state"] is not None:
         moved["initial_state"] = elsewhere(arguments["initial_state"])
         moved["initial_state"].copy_(arguments["initial_state"].flip(0))
     if arguments["checkpoints"] is not None:
         moved["checkpoints"] = arguments["checkpoints"].clone()
-        moved["checkpoints"][:, 0] = len(lens) - 1 - moved["checkpoints"][:, 0]
-    out, final, kept = ask(replace(case, sizes=case.sizes | {"seq_lens": [lens[at] for at in order]}), moved)
+        moved["checkpoints"][:, 0] = len(case.sizes["seq_lens"]) - 1 - moved["checkpoints"][:, 0]
+    out, final, kept = ask(turned, moved)
     back = torch.empty_like(out)
     back[rows] = out
     return back, final.flip(0), kept

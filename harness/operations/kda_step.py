@@ -1,7 +1,6 @@
 """The operation ``kda_step``: decode and speculative steps of Kimi Delta Attention, in place on a pool of states."""
 
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,16 +10,15 @@ from ...optimized.kda_step import STEP_IMPLEMENTATIONS, kda_step, plan_kda_step
 from ..answers import Answer, dtype_of
 from ..case import Case
 from ..contract import PRECISION_OF_DTYPE, Contract
-from ..metamorphic.rearranged import Rearranged, asked
+from ..metamorphic.rearranged import Rearranged
 from ..operation import Ask, CaseRequest, Inputs, Judged, Kernel, Outline, Result
-from ..poison import Ledger, same_bits
-from ..record import GateResult
-from ..replays import elsewhere
+from ..poison import Ledger
 from ._kda_inputs import EXACT, NEAR_EXACT, TOKENS, drawn_tokens, layer_arguments
 from ._kda_recurrence import Tokens, layer_of
 from ._kda_step_cases import kda_step_cases
 from ._kda_step_gates import StepOracle, judge_step
 from ._kda_step_inputs import pool_of, table_of
+from ._kda_step_relations import ask_step
 from .kda import LAYER, judged_heads, shape_of, signed_arguments
 
 TABLES = ("cu_seqlens", "slot_table", "num_accepted")
@@ -106,16 +104,8 @@ class KdaStep:
     def ask_again(
         self, case: Case, arguments: dict[str, Any], ask: Ask, first: Answer, contract: Contract
     ) -> Rearranged | None:
-        """The same step on a pool whose slots lie elsewhere, full of other things where nobody looks: equal bits."""
-        if case.family != "diffuse" or not contract.deterministic:
-            return None
-        gates: list[GateResult] = []
-        with asked("relabel slots", gates):
-            (out, pool), written = ask(case, moved(arguments)), written_slots(case)
-            same = same_bits(out, first[0]) and same_bits(pool.roll(-1, 0)[written], first[1][written])
-            text = "" if same else "bits depend on where slots lie, or on what lies in those that are not read"
-            gates.append(GateResult(gate="G8 relabel slots", ratio=0.0 if same else math.inf, text=text))
-        return Rearranged(gates=tuple(gates), answers={})
+        """See ``_kda_step_relations``."""
+        return ask_step(case, arguments, ask, first, contract)
 
     def default_contract(self, case: Case) -> Contract:
         """Operands and outputs in the dtype of the inputs; a state in float32 from token to token."""
@@ -126,19 +116,6 @@ class KdaStep:
     def kernels(self) -> list[Kernel]:
         """Both implementations of the house."""
         return [_kernel(name) for name in STEP_IMPLEMENTATIONS]
-
-
-def written_slots(case: Case) -> list[int]:
-    """Slots that a step writes."""
-    return [slot for *_, slot in table_of(case).writes(case.sizes["seq_lens"])]
-
-
-def moved(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Every slot one further, the last one first; what was NaN because nobody may read it is huge."""
-    pool, table = arguments["state_pool"], arguments["slot_table"]
-    other = elsewhere(pool)
-    other.copy_(pool.nan_to_num(nan=1e30).roll(1, 0))
-    return arguments | {"state_pool": other, "slot_table": torch.where(table < 0, -1, (table + 1) % len(pool))}
 
 
 def _kernel(name: str) -> Kernel:
