@@ -69,6 +69,27 @@ def test_a_padded_batch_answers_as_single_prompts_do(folder: Path, options: dict
     torch.testing.assert_close(values(scored(model)), values(singles), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, {"rope_frequencies": "4", **LATENT}])
+def test_rows_that_are_finished_leave_the_batch(folder: Path, options: dict[str, str]) -> None:
+    model = made(folder, **options)
+    lengths = (2, 9, 5)
+    requests = [
+        GenerateRequest(prompt_ids=prompt, max_new_tokens=length, min_new_tokens=length)
+        for prompt, length in zip(PROMPTS, lengths, strict=True)
+    ]
+    alone = [model.generate([one])[0] for one in requests]
+    sizes: list[int] = []
+    watch = model._network.register_forward_pre_hook(
+        lambda _, __, given: sizes.append(len(given["input_ids"])), with_kwargs=True
+    )
+    together = model.generate(requests)
+    watch.remove()
+    assert [one.ids for one in together] == [one.ids for one in alone]
+    assert [one.kernel_calls for one in together] == [one.kernel_calls for one in alone]
+    # two of three left are not yet few enough, one is
+    assert sizes[-8:] == [3, 3, 3, 3, 1, 1, 1, 1]
+
+
 @pytest.mark.parametrize("rope_frequencies", ["2", "4"])
 def test_mla_prefill_agrees_with_eager_on_the_same_model(folder: Path, rope_frequencies: str) -> None:
     eager = made(folder, rope_frequencies=rope_frequencies)

@@ -15,6 +15,7 @@ from tiny_models import PROMPTS, generated, made, save_kimi, save_llama, scored,
 
 from assay.eval.models import _hf_kda  # noqa: E402
 from assay.eval.models._hf_kda import CHUNK, RECURRENT, DeltaRule  # noqa: E402
+from assay.eval.models.interface import GenerateRequest  # noqa: E402
 
 KIMI = "transformers.models.kimi_linear.modeling_kimi_linear"
 GLM = "transformers.models.glm5_next.modeling_glm5_next"
@@ -43,6 +44,16 @@ def test_a_padded_batch_answers_as_single_prompts_do(folder: Path) -> None:
     model = made(folder, kda="torch", step="4")
     alone = [answer for prompt in PROMPTS for answer in generated(model, [prompt])]
     assert [one.ids for one in generated(model)] == [one.ids for one in alone]
+
+
+def test_states_leave_the_batch_with_their_rows(folder: Path) -> None:
+    model = made(folder, kda="torch", step="4")
+    requests = [
+        GenerateRequest(prompt_ids=prompt, max_new_tokens=length, min_new_tokens=length)
+        for prompt, length in zip(PROMPTS, (2, 3, 9), strict=True)
+    ]
+    alone = [model.generate([one])[0] for one in requests]
+    assert [one.ids for one in model.generate(requests)] == [one.ids for one in alone]
 
 
 def test_calls_are_counted_beside_those_of_the_attention(folder: Path) -> None:

@@ -37,7 +37,7 @@ def made(old: str = "", new: str = "") -> dict[str, Any]:
 
 
 def test_the_suites_of_the_project_are_these() -> None:
-    assert suite_names() == ["gsm8k-full", "longbench-full", "longbench-mini", "longbench-six", "smoke"]
+    assert suite_names() == ["embedded", "gsm8k-full", "longbench-full", "longbench-mini", "longbench-six", "smoke"]
     full, six = load_suite("longbench-full"), load_suite("longbench-six")
     counted = {
         name: sum(find_task(task).num_samples or 0 for task in suite.tasks)
@@ -123,7 +123,9 @@ def test_real_and_synthetic_tasks_are_never_averaged() -> None:
 
 
 def test_a_suite_that_is_not_there_names_those_that_are(tmp_path: Any) -> None:
-    with pytest.raises(SuiteError, match=r"a suite must be one of gsm8k-full, .*smoke, or a TOML file, got 'smok'"):
+    with pytest.raises(
+        SuiteError, match=r"a suite must be one of embedded, gsm8k-full, .*smoke, or a TOML file, got 'smok'"
+    ):
         load_suite("smok")
     path = tmp_path / "mine.toml"
     path.write_text("name = ")

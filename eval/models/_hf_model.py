@@ -100,17 +100,24 @@ class HfModel:
             last = logits[:, -1]
         chosen = choose(last, answers)
         mask, positions = self._keep_selected(batch, cache), batch.positions[:, -1:]
-        while not all(answer.reason for answer in answers):
+        rows = list(range(len(answers)))
+        while growing := [at for at, row in enumerate(rows) if not answers[row].reason]:
+            # to drop rows copies the cache: those that are finished are carried along until they are half of it
+            if 2 * len(growing) <= len(rows):
+                kept = torch.tensor(growing, device=mask.device)
+                cache.reorder_cache(kept)
+                mask, positions = mask[kept], positions[kept]
+                rows, chosen = [rows[at] for at in growing], [chosen[at] for at in growing]
             # positions count the tokens that were read, whatever is left of them in the cache
             mask, positions = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1), positions + 1
             ids = torch.tensor(chosen, device=mask.device)[:, None]
             self._attention.begin_decode()
             logits = self._forward(ids, mask, positions, cache, keep=1)
             calls = self._attention.take()
-            for answer, mine in zip(answers, batch.calls, strict=True):
-                if not answer.reason:
-                    mine.update(calls)
-            chosen = choose(logits[:, -1], answers)
+            for row in rows:
+                if not answers[row].reason:
+                    batch.calls[row].update(calls)
+            chosen = choose(logits[:, -1], [answers[row] for row in rows])
         return [answer.outcome(calls) for answer, calls in zip(answers, batch.calls, strict=True)]
 
     def _score(self, requests: list[ScoreRequest]) -> list[Scored | Failure]:
