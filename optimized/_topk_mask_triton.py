@@ -1,7 +1,8 @@
 """The bit-packed mask as Triton kernels: rows built in shared memory, or by atomic operations on a cleared mask.
 
-Part of ``optimized/topk_mask.py``; call it from there. No length is compiled in, so that new lengths compile nothing
-within a class of them.
+Part of ``optimized/topk_mask.py``; call it from there. No length is compiled in. Rows in shared memory come in classes:
+one takes every row of as many words as lists have entries, which is 65536 keys for lists of 2048; each doubling of that
+is another.
 """
 
 from typing import TYPE_CHECKING
@@ -60,9 +61,10 @@ def launch(indices: Tensor, plan: "TopkMaskPlan", *, single: bool, in_shared: bo
     mask = new(size, dtype=torch.int32, device=indices.device)
     if mask.numel() == 0:
         return mask
-    row_words = _power_of_two(plan.num_words)
+    # as long as the block of entries at least: shorter rows would be so many more classes to compile
+    row_words = max(_WARP_ENTRIES, _power_of_two(plan.topk), _power_of_two(plan.num_words))
     if in_shared:
-        block = max(_WARP_ENTRIES, _power_of_two(plan.topk), row_words)
+        block = row_words
         grid, num_warps = (plan.num_queries, 1), block // _WARP_ENTRIES
     else:
         block = min(_ENTRIES, _power_of_two(plan.topk))
@@ -88,7 +90,7 @@ def build_map(mask: Tensor, plan: "TopkMaskPlan") -> Tensor:
     if held.numel() == 0:
         return held
     words = plan.tile[1] // 32
-    block = max(words, min(_WORDS, words * _power_of_two(columns)))
+    block = max(words, _WORDS)
     with torch.cuda.device_of(mask):
         map_kernel[(tiles, triton.cdiv(columns, block // words))](
             mask,

@@ -90,6 +90,8 @@ def _mark_row(
         key = tl.where(valid, index - first_key, -1)
         # neighbouring threads get neighbouring words, whatever the layout of their entries
         word = lane % 4 * (BLOCK // 4) + lane // 4
+        # past the row of a shorter request nothing is cleared
+        word = tl.where(word < num_words, word, ROW_WORDS)
         assembly: tl.constexpr = row_assembly(ROW_WORDS)
         bits = tl.inline_asm_elementwise(assembly, _CONSTRAINTS, [key, word], dtype=tl.int32, is_pure=False, pack=PACK)
         tl.store(row_ptr + word, bits, mask=word < num_words)

@@ -129,11 +129,11 @@ def test_new_lengths_of_a_class_compile_nothing() -> None:
         caches = (kernel.device_caches[torch.cuda.current_device()][0] for kernel in (mark_kernel, mark_single_kernel))
         return sum(len(cache) for cache in caches)
 
-    # rows of 257 to 512 words
+    # rows of up to 2048 words, as many as a list has entries
     for lens in ((9000,), (9000, 5)):
         call(*lens)
     before = compiled()
-    for length in (8225, 8256, 10000, 12288, 16384):
+    for length in (1, 33, 100, 4001, 8225, 10000, 16384, 65536):
         call(length)
         call(length, 1)
     assert compiled() == before
