@@ -10,6 +10,7 @@ from builders import in_dtype
 from torch import Tensor
 
 from assay.harness.case import Case
+from assay.harness.contract import Contract
 from assay.harness.faults import load
 from assay.harness.faults._kda_step_slots import single
 from assay.harness.faults._kda_step_twin import step_twin
@@ -25,7 +26,7 @@ from assay.harness.operations.kda_step import OPERATION
 from assay.harness.plan import DTYPES
 from assay.harness.plugin import kernel
 from assay.harness.poison import Ledger
-from assay.harness.record import Verdict
+from assay.harness.record import Record, Verdict
 from assay.harness.runner import run_case
 from assay.reference.kda_step import kda_step as reference
 
@@ -212,6 +213,34 @@ def test_a_step_from_the_next_column_is_the_same_step() -> None:
     first, second = table.rows[0][:2]
     assert torch.equal(pool[second], turned_pool[first])
     assert not torch.equal(pool[first], turned_pool[first])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gate", ["bounded", "softplus", "log"])
+def test_a_state_in_the_format_of_the_pool_is_found_among_operands_of_any(dtype: str, gate: str) -> None:
+    case = case_of("fading", dtype, state_dtype="bfloat16", seq_lens=[9, 0, 3, 12], columns=12, gate=gate)
+
+    def carried(promises: Callable[[Case], Contract]) -> Record:
+        def step(**a: Any) -> Any:
+            return step_twin(a, carry=lambda state: state.to(a["state_pool"].dtype).float())
+
+        return run_case(OPERATION, wrap_function(kernel(contract=promises)(step), OPERATION), case, CPU)
+
+    unsaid = carried(OPERATION.default_contract)
+    assert unsaid.verdict is Verdict.NUMERIC
+    bias = next(gate for gate in unsaid.gates if gate.gate == "G6 bias state_pool")
+    assert bias.ratio > 3
+    assert "lean away from zero" in bias.text
+    # not a state that decays, but a state that is said to be rounded
+    assert carried(lambda one: OPERATION.default_contract(one).promising(state="bf16")).verdict is Verdict.PASS
+
+
+def test_the_smoke_cases_tell_a_state_from_its_pool_in_each_dtype() -> None:
+    for dtypes in [DTYPES, *((dtype,) for dtype in DTYPES)]:
+        cases = OPERATION.cases(CaseRequest(tier="smoke", seed=0, dtypes=dtypes))
+        telling = [case for case in cases if case.family == "fading" and case.sizes["state_dtype"] == "bfloat16"]
+        assert max(max(case.sizes["seq_lens"]) for case in telling) >= 9
+    assert {case.dtype for case in smoke() if case.family == "fading"} == {"float32", "bfloat16"}
 
 
 def test_moved_slots_hold_what_they_held() -> None:

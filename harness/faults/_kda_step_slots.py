@@ -168,6 +168,12 @@ def state_read_back_from_the_pool(**arguments: Any) -> Answer:
     return step_twin(arguments, carry=lambda state: state.to(dtype).float())
 
 
+@planted(OP, NUMERIC, source="a state in the format of the pool from token to token")
+def state_read_back_among_operands_like_it(**arguments: Any) -> Answer:
+    """The same of a kernel that promises nothing: where tokens are bfloat16, so may be the operands of its products."""
+    return state_read_back_from_the_pool(**arguments)
+
+
 @planted(OP, NUMERIC, NONFINITE, source="tables of 64 bits read as 32")
 def wide_tables_read_as_narrow_ones(**arguments: Any) -> Answer:
     """Every other word of an int64 table is the high half of an entry."""

@@ -21,6 +21,10 @@ TOKENS = ("q", "k", "v", "g", "beta")
 EXACT = "exact-one-hot"
 # the same with a gate and a norm, which round integers to themselves all but the last bit
 NEAR_EXACT = "near-one-hot"
+# of steps alone: what carries a state in bfloat16 from token to token is told within a few of them
+FADING = "fading"
+# log decay of each token there: less than half a spacing of bfloat16 anywhere, so that a state rounded at each stays
+FADE = 2.0**-9.5
 # integers no larger than this are exact in any format, and so are differences of two
 MOST = 32
 # elements of NaN between the rows of a projection
@@ -42,8 +46,8 @@ def drawn_tokens(case: Case) -> dict[str, Tensor]:
     """
     generator = torch.Generator().manual_seed(case.seed)
     sizes = case.sizes
-    if case.family not in FAMILIES:
-        raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {case.family!r}")
+    if case.family not in (*FAMILIES, FADING):
+        raise ValueError(f"family must be one of {', '.join((*FAMILIES, FADING))}, got {case.family!r}")
     if sizes["num_v_heads"] % sizes["num_heads"]:
         heads = sizes["num_heads"]
         raise ValueError(f"num_v_heads must be a multiple of num_heads {heads}, got {sizes['num_v_heads']}")
@@ -60,6 +64,8 @@ def drawn_tokens(case: Case) -> dict[str, Tensor]:
     found["initial"] = 0.4 * normal(count, hv, d_k, d_v) * torch.linspace(0.2, 1.0, d_k).double()[:, None]
     if case.family in (EXACT, NEAR_EXACT):
         _one_hot(found, generator)
+    elif case.family == FADING:
+        _fading(found, sizes)
     elif case.family != "diffuse":
         _FAMILIES[case.family](found, sizes, generator)
     if not sizes["qk_l2norm"] and case.family != EXACT:
@@ -129,6 +135,12 @@ def _hold(found: dict[str, Tensor], sizes: dict[str, Any], generator: torch.Gene
         found["beta"][start : start + min(16, length)] = 2.0
         found["beta"][start + min(16, length) : start + length] = -9.0
         start += length
+
+
+def _fading(found: dict[str, Tensor], sizes: dict[str, Any]) -> None:
+    """All channels decay by next to nothing, and next to nothing is written."""
+    bounded = sizes["gate"] == "bounded"
+    _level(found, math.log(FADE / (sizes["bound"] - FADE)) if bounded else math.log(math.expm1(FADE)), -9.0)
 
 
 def _converged(found: dict[str, Tensor], sizes: dict[str, Any], generator: torch.Generator) -> None:

@@ -1,6 +1,6 @@
 """The cases of ``kda_step`` by tier: a few tokens a sequence, from and to slots of a pool that holds much else."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -9,12 +9,12 @@ from ..batches import log_uniform
 from ..case import Case
 from ..operation import CaseRequest
 from ._draw import Draw
-from ._kda_inputs import EXACT, NEAR_EXACT, scale_of
+from ._kda_inputs import EXACT, FADING, NEAR_EXACT, scale_of
 
 NIGHTLY_CASES = 30
 CPU_ELEMENTS = 1 << 20
 # those that say something in a few tokens
-FAMILIES = ("diffuse", "slow", "fast", "converged", "tiny", "forgetting", "runs", EXACT, NEAR_EXACT)
+FAMILIES = ("diffuse", "slow", "fast", "converged", "tiny", "forgetting", "runs", EXACT, NEAR_EXACT, FADING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +83,8 @@ def kda_step_cases(request: CaseRequest, op: str) -> list[Case]:
     for turn in range(2):
         draw.add("slow", draw.dtype(turn), 1, (1, 1, 16, 20), (FORMS[0], PLAIN)[turn])
     draw.add("diffuse", draw.dtype(2), 3, (1, 1, 128, 128), FORMS[3])
+    # tokens enough for a state that is carried in the format of the pool, of operands in it as well
+    draw.add_batch(FADING, draw.dtype(2), [9, 0, 3, 12], 12, SMALL[0], replace(FORMS[3], padding=0))
     if request.tier != "smoke":
         for at, dtype in enumerate(request.dtypes):
             for turn, family in enumerate(FAMILIES):
@@ -104,6 +106,9 @@ def _form(family: str, turn: int) -> StepForm:
         return StepForm(tail=0, padding=2)
     if family == "forgetting":
         return FORMS[5]
+    if family == FADING:
+        # by the only thing that tells a pool in bfloat16 from a state in bfloat16
+        return replace(FORMS[4], gate=("softplus", "bounded", "log")[turn % 3])
     return (PLAIN, *FORMS)[turn % (1 + len(FORMS))]
 
 
