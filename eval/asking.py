@@ -18,7 +18,7 @@ from .models.interface import (
     Scored,
     ScoreRequest,
 )
-from .plan import Batch, Planned
+from .plan import Batch, Planned, cut
 from .redaction import redacted
 from .run_folder import OK
 from .suite import Asking
@@ -36,7 +36,8 @@ class Questioner:
     Attributes:
         model: The model.
         asking: How it is asked.
-        largest: Samples that are asked at once at most; halved whenever they do not fit.
+        most_tokens: Tokens that are asked at once at most, each sample counted as long as the longest; where they do
+            not fit, half of them from then on.
         kernels: That must serve every sample, as ``stage/kernel``.
         notes: What happened on the way, for people.
         model_seconds: Spent inside the model.
@@ -45,7 +46,7 @@ class Questioner:
 
     model: Model
     asking: Asking
-    largest: int
+    most_tokens: float = math.inf
     kernels: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
     model_seconds: float = 0.0
@@ -58,21 +59,19 @@ class Questioner:
             batch: What to ask.
             attempts: How often each sample was asked before, by task and id.
         """
-        records = []
-        members = list(batch.members)
-        for start in range(0, len(members), self.largest):
-            part = members[start : start + self.largest]
+        records: list[dict[str, Any]] = []
+        for part in cut(batch.members, len(batch.members), self.most_tokens):
             began = self.clock()
             generated = self._answers(part, self._generate) if self.asking.generate else [None] * len(part)
             scored = self._answers(part, self._score) if self.asking.score else [None] * len(part)
             took = self.clock() - began
             self.model_seconds += took
-            for place, (one, answer, losses) in enumerate(zip(part, generated, scored, strict=True)):
+            for one, answer, losses in zip(part, generated, scored, strict=True):
                 record = _served(_record(one, answer, losses, self.asking), self.kernels)
                 record |= {
                     "batch_id": batch.number,
                     "batch_size": len(part),
-                    "batch_position": start + place,
+                    "batch_position": len(records),
                     "batch_s": round(took, 4),
                     "attempt": attempts.get((one.item.task, one.item.id), 0) + 1,
                     "ts": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -85,18 +84,26 @@ class Questioner:
         try:
             return call(members)
         except OutOfMemoryError as error:
-            if len(members) == 1:
-                return [Failure(status=OUT_OF_MEMORY, reason=str(error) or "out of memory")]
-            half = (len(members) + 1) // 2
-            if half < self.largest:
-                self.largest = half
-                self.notes.append(f"{len(members)} samples did not fit into memory: {half} at once from now on")
-            return self._answers(members[:half], call) + self._answers(members[half:], call)
+            failure = Failure(status=OUT_OF_MEMORY, reason=str(error) or "out of memory")
         except Exception as error:
-            if len(members) == 1:
-                return [Failure(status=ERROR, reason=f"{type(error).__name__}: {error}")]
-            # whose fault it is shows when each is asked alone
-            return [outcome for one in members for outcome in self._answers([one], call)]
+            failure = Failure(status=ERROR, reason=f"{type(error).__name__}: {error}")
+        # asked again out here, where the error no longer holds what the model had allocated
+        if len(members) == 1:
+            return [failure]
+        if failure.status == OUT_OF_MEMORY:
+            self._halve(members)
+            half = (len(members) + 1) // 2
+            return self._answers(members[:half], call) + self._answers(members[half:], call)
+        # whose fault it is shows when each is asked alone
+        return [outcome for one in members for outcome in self._answers([one], call)]
+
+    def _halve(self, members: Sequence[Planned]) -> None:
+        longest = max(one.tokens for one in members)
+        half = len(members) * longest / 2
+        if half < self.most_tokens:
+            self.most_tokens = half
+            what = f"{len(members)} samples of up to {longest} tokens did not fit into memory"
+            self.notes.append(f"{what}: {half:.0f} tokens at once from now on")
 
     def _generate(self, members: Sequence[Planned]) -> list[Generated | Failure]:
         requests = [

@@ -46,6 +46,9 @@ def run(
         Path | None, typer.Option(exists=True, file_okay=False, help="Ask the samples of this earlier run.")
     ] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Samples at once.")] = None,
+    batch_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens at once, prompts and answers, padded to the longest.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Of the draw, and of the order of equal lengths.")] = None,
     label: Annotated[str, typer.Option(help="What reports call the run; the folder's name if not given.")] = "",
     factor: Annotated[
@@ -75,6 +78,7 @@ def run(
             limit=limit,
             ids_from=ids_from,
             batch_size=batch_size,
+            batch_tokens=batch_tokens,
             seed=seed,
             label=label,
             factors=_pairs(factor or [], "--factor"),

@@ -17,7 +17,7 @@ from .suite import Suite, suite_content
 
 PACKAGES = ("kernel-assay", "torch", "triton", "transformers", "tokenizers", "datasets", "scipy", "numpy", "jieba")
 # how a model is asked in batches changes no question: a repetition may ask in other ones
-FREE_IN_COMPARISON = ("batch_size", "seed", "limit", "most_failures")
+FREE_IN_COMPARISON = ("batch_size", "batch_tokens", "seed", "limit", "most_failures")
 _GIT_SECONDS = 10
 
 

@@ -1,5 +1,6 @@
 """The plan of a run: every sample with its prompt, in batches, the longest first."""
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,13 +19,14 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A sample that is to be asked."""
+    """A sample that is to be asked; ``tokens`` are those of its prompt and of the most that may follow."""
 
     task: Task
     sample: Sample
     item: Item
     prompt: Prompt
     max_new_tokens: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,14 +135,22 @@ def _planned(task: Task, sample: Sample, suite: Suite, model: Model) -> Planned:
         truncated=prompt.truncated,
     )
     behind = max(new if suite.asking.generate else 0, len(prompt.target_ids) if suite.asking.score else 0)
-    if len(prompt.ids) + behind > model.context_length:
+    tokens = len(prompt.ids) + behind
+    if tokens > model.context_length:
         sizes = f"{len(prompt.ids)} tokens and {behind} behind them"
         item = replace(item, broken=f"the prompt must fit the model's {model.context_length} tokens, got {sizes}")
-    return Planned(task=task, sample=sample, item=item, prompt=prompt, max_new_tokens=new)
+    return Planned(task=task, sample=sample, item=item, prompt=prompt, max_new_tokens=new, tokens=tokens)
 
 
-def make_batches(planned: Sequence[Planned], size: int, *, seed: int) -> list[Batch]:
-    """Batches of one task each, of like lengths; the longest come first, so that what does not fit shows at once."""
+def make_batches(planned: Sequence[Planned], size: int, *, seed: int, most_tokens: float = math.inf) -> list[Batch]:
+    """Batches of one task each, of like lengths; the longest come first, so that what does not fit shows at once.
+
+    Args:
+        planned: What is to be asked.
+        size: Samples of a batch at most.
+        seed: Of the order among samples of one length.
+        most_tokens: As in ``cut``.
+    """
     rng = random.Random(seed)
     # drawn for all samples in the order of the suite, so that the order of equals is that of the seed alone
     ties = {(one.item.task, one.item.id): rng.random() for one in planned}
@@ -150,6 +160,23 @@ def make_batches(planned: Sequence[Planned], size: int, *, seed: int) -> list[Ba
             (one for one in planned if one.item.task == task),
             key=lambda one: (-len(one.prompt.ids), ties[one.item.task, one.item.id]),
         )
-        groups += [mine[start : start + size] for start in range(0, len(mine), size)]
+        groups += cut(mine, size, most_tokens)
     groups.sort(key=lambda group: -len(group[0].prompt.ids))
     return [Batch(number=number, members=tuple(group)) for number, group in enumerate(groups)]
+
+
+def cut(members: Sequence[Planned], size: int, most_tokens: float) -> list[list[Planned]]:
+    """Groups of neighbours: ``size`` of them at most, of ``most_tokens`` at most once all are as long as the longest.
+
+    A sample that is longer than that stands alone.
+    """
+    groups: list[list[Planned]] = []
+    longest = 0
+    for one in members:
+        longest = max(longest, one.tokens)
+        if groups and len(groups[-1]) < size and (len(groups[-1]) + 1) * longest <= most_tokens:
+            groups[-1].append(one)
+        else:
+            groups.append([one])
+            longest = one.tokens
+    return groups

@@ -1,5 +1,6 @@
 """``assay eval run``: plan, ask batch by batch, keep what was answered, go on where an earlier process ended."""
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,7 @@ class RunOptions:
         offline: Whether the hub is read from its cache alone.
         limit: Samples per task instead of the suite's.
         batch_size: Samples at once instead of the suite's.
+        batch_tokens: Tokens at once instead of the suite's.
         seed: Of draw and order instead of the suite's.
         ids_from: A run whose samples are asked.
         label: As reports call the run; the folder's name if empty.
@@ -54,6 +56,7 @@ class RunOptions:
     offline: bool = False
     limit: int | None = None
     batch_size: int | None = None
+    batch_tokens: int | None = None
     seed: int | None = None
     ids_from: Path | None = None
     label: str = ""
@@ -84,7 +87,10 @@ def run_suite(options: RunOptions, console: Console) -> int:
         kernels=options.kernels,
     )
     folder = RunFolder(options.out)
-    batches = make_batches(plan.planned, suite.asking.batch_size, seed=suite.asking.seed)
+    asking = suite.asking
+    batches = make_batches(
+        plan.planned, asking.batch_size, seed=asking.seed, most_tokens=asking.batch_tokens or math.inf
+    )
     for task, reason in plan.unloaded.items():
         console.print(f"{task} is left out: {reason}", style="red", soft_wrap=True, markup=False)
     if options.dry_run:
@@ -122,8 +128,8 @@ class _Run:
         left = remaining(batches, latest)
         _announce(plan, batches, left, self._model, self._suite, self._console)
         before = self._folder.read_json(STATUS)
-        size = min(self._suite.asking.batch_size, before.get("largest_batch", self._suite.asking.batch_size))
-        questioner = Questioner(self._model, self._suite.asking, size, self._kernels, clock=self._clock)
+        most = before.get("most_tokens") or math.inf
+        questioner = Questioner(self._model, self._suite.asking, most, self._kernels, clock=self._clock)
         began = self._clock()
         try:
             gave_up = self._ask(left, questioner, attempts)
@@ -161,7 +167,9 @@ class _Run:
                     in_a_row = 0 if good else in_a_row + 1
                     failed += not good
                 asked += len(records)
-                status = {"asked": asked, "of": total, "failed": failed, "largest_batch": questioner.largest}
+                # no number in JSON is infinite
+                most = questioner.most_tokens if questioner.most_tokens < math.inf else None
+                status = {"asked": asked, "of": total, "failed": failed, "most_tokens": most}
                 self._folder.write_json(STATUS, status)
                 for note in questioner.notes[noted:]:
                     reporter.say(note)
@@ -197,6 +205,7 @@ def _suite(options: RunOptions) -> Suite:
         suite.asking,
         limit=suite.asking.limit if options.limit is None else options.limit,
         batch_size=options.batch_size or suite.asking.batch_size,
+        batch_tokens=options.batch_tokens or suite.asking.batch_tokens,
         seed=suite.asking.seed if options.seed is None else options.seed,
     )
     source = replace(suite.loading.source, place=options.data, offline=options.offline)

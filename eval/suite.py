@@ -57,6 +57,8 @@ class Asking:
 
     Attributes:
         batch_size: Samples asked at once.
+        batch_tokens: Tokens asked at once, prompts and what may follow, each sample counted as long as the longest of
+            its batch; a longer sample is asked alone. None for no limit.
         limit: Samples of each task, drawn over its lengths and parts; None for all.
         seed: Of that draw, and of the order among samples of one length.
         generate: Whether answers are generated and scored.
@@ -68,6 +70,7 @@ class Asking:
     """
 
     batch_size: int = 8
+    batch_tokens: int | None = None
     limit: int | None = None
     seed: int = 0
     generate: bool = True
@@ -81,7 +84,7 @@ class Asking:
         """Refuse what asks nothing."""
         counts = {
             name: getattr(self, name)
-            for name in ("batch_size", "limit", "max_target_tokens", "max_new_tokens", "most_failures")
+            for name in ("batch_size", "batch_tokens", "limit", "max_target_tokens", "max_new_tokens", "most_failures")
             if getattr(self, name) is not None
         }
         small = [f"{name} = {count}" for name, count in counts.items() if count < 1]

@@ -1,7 +1,9 @@
 """A model that answers by digests: fast, deterministic, and sensitive to who else is in its batch."""
 
+import array
 import io
 import signal
+import weakref
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,13 +49,14 @@ class DigestModel:
     Attributes:
         calls: Sizes of all batches that were generated.
         prompts: All prompts that were generated from, as text.
+        kept: Whether what a call had allocated before it did not fit was still held when the next one came.
     """
 
     def __init__(
         self,
         name: str = "digest",
         *,
-        fits: int = 1000,
+        fits: int = 10**9,
         stop_at: int = 0,
         marker: str = "",
         context_length: int = 100_000,
@@ -64,7 +67,7 @@ class DigestModel:
 
         Args:
             name: Part of its description.
-            fits: Samples that fit into its memory at once.
+            fits: Tokens that fit into its memory at once, padded, with what follows them.
             stop_at: Number of the batch in which it stops for good, after creating the file ``marker``; 0 for never.
             marker: That file.
             context_length: Tokens.
@@ -77,6 +80,8 @@ class DigestModel:
         self.tokenizer = Characters()
         self.calls: list[int] = []
         self.prompts: list[str] = []
+        self.kept = False
+        self._held: weakref.ref[Any] = weakref.ref(self)
 
     def describe(self) -> dict[str, Any]:
         """Its name."""
@@ -85,8 +90,12 @@ class DigestModel:
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generated | Failure]:
         """Digits and letters of the digest."""
         texts = [self.tokenizer.decode(request.prompt_ids) for request in requests]
-        if len(requests) > self.fits:
-            raise OutOfMemoryError(f"{len(requests)} samples")
+        self.kept |= self._held() not in (None, self)
+        tokens = len(requests) * max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
+        if tokens > self.fits:
+            workspace = array.array("b", bytes(8))
+            self._held = weakref.ref(workspace)
+            raise OutOfMemoryError(f"{tokens} tokens")
         if self.broken and any(self.broken in text for text in texts):
             raise ArithmeticError("it broke")
         self.calls.append(len(requests))

@@ -201,6 +201,7 @@ def test_the_description_says_what_answers_depend_on(folder: Path) -> None:
         ({"dtype": "int8"}, "dtype must be one of"),
         ({"rope_frequencies": "5"}, r"rope_frequencies must be in 0 \.\. 4, got 5"),
         ({"model": "nobody/nothing"}, "a model must be here, got 'nobody/nothing'"),
+        ({"device": "cuda:99"}, "the model must fit on cuda:99, got "),
     ],
 )
 def test_what_cannot_be_served_is_refused(folder: Path, options: dict[str, str], message: str) -> None:

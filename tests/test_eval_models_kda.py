@@ -124,6 +124,31 @@ def functions(name: str) -> tuple[DeltaRule, list[str]]:
     return DeltaRule(layer(1, 1), "torch", calls.append), calls
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_kernels_get_channels_beside_each_other(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    rule, _ = functions(KIMI)
+    strides: list[int] = []
+    for name in ("kda", "kda_step"):
+        serve = vars(_hf_kda)[name]
+
+        def seen(*tensors: Tensor, serve: Any = serve, **rest: Any) -> Any:
+            strides.extend(tensor.stride(-1) for tensor in tensors)
+            return serve(*tensors, **rest)
+
+        monkeypatch.setattr(_hf_kda, name, seen)
+    generator = torch.Generator().manual_seed(3)
+    # as a convolution over tokens leaves them
+    q, k, v, g = (torch.randn(2, 3 * 16, 7, generator=generator).mT.unflatten(2, (3, 16))[:, :tokens] for _ in range(4))
+    options = {"initial_state": torch.zeros(2, 3, 16, 16), "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    given = q, k, v, -g.exp(), torch.full((2, tokens, 3), 0.5)
+    wanted = getattr(importlib.import_module(KIMI), RECURRENT)(*given, **options)
+    with rule.serving():
+        found = getattr(importlib.import_module(KIMI), RECURRENT)(*given, **options)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+    assert q.stride(-1) != 1
+    assert set(strides) == {1}
+
+
 def test_functions_are_put_back_when_a_pass_fails() -> None:
     module = importlib.import_module(KIMI)
     plain = getattr(module, CHUNK)

@@ -95,12 +95,33 @@ def test_two_models_never_share_an_answer(ask: Any, tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_halved_and_said(ask: Any, tmp_path: Path) -> None:
-    code, output, model = ask(model=DigestModel(fits=2))
+    # 1014 letters, and 128 behind them
+    code, output, model = ask(model=DigestModel(fits=2500))
     assert code == ExitCode.PASSED
-    assert "3 samples did not fit into memory: 2 at once from now on" in output
-    assert max(model.calls) == 2
-    assert len(samples(tmp_path / "run")) == 18
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["largest_batch"] == 2
+    text = "3 samples of up to 1142 tokens did not fit into memory: 1713 tokens at once from now on"
+    assert output.count("did not fit") == output.count(text) == 1
+    records = samples(tmp_path / "run")
+    assert len(records) == 18
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["most_tokens"] == 1713
+    # the batch in which it showed keeps its size; the long ones behind it are asked alone, short ones are not
+    sizes = {one["batch_id"]: one["batch_size"] for one in records}
+    assert sizes == {0: 3, 1: 1, 2: 1, 3: 3, 4: 3, 5: 3, 6: 1, 7: 1}
+    assert not model.kept
+
+
+def test_batches_hold_so_many_tokens(ask: Any, tmp_path: Path) -> None:
+    code, _, _ = ask(batch_tokens=2500)
+    assert code == ExitCode.PASSED
+    records = samples(tmp_path / "run")
+    by_batch: dict[int, list[int]] = {}
+    for one in records:
+        by_batch.setdefault(one["batch_id"], []).append(one["prompt_tokens"])
+    sizes = {len(lengths) for lengths in by_batch.values()}
+    assert sizes == {1, 2, 3}
+    assert all(len(lengths) == 1 or len(lengths) * max(lengths) < 2500 for lengths in by_batch.values())
+    code, output, _ = ask(batch_tokens=2501)
+    assert code == ExitCode.SETTINGS_DIFFER
+    assert "suite.asking.batch_tokens: 2500 against 2501" in output
 
 
 def test_a_single_sample_that_does_not_fit_is_out_of_memory(ask: Any, tmp_path: Path) -> None:

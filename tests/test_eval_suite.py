@@ -123,9 +123,7 @@ def test_real_and_synthetic_tasks_are_never_averaged() -> None:
 
 
 def test_a_suite_that_is_not_there_names_those_that_are(tmp_path: Any) -> None:
-    with pytest.raises(
-        SuiteError, match=r"a suite must be one of embedded, .*smoke, or a TOML file, got 'smok'"
-    ):
+    with pytest.raises(SuiteError, match=r"a suite must be one of embedded, .*smoke, or a TOML file, got 'smok'"):
         load_suite("smok")
     path = tmp_path / "mine.toml"
     path.write_text("name = ")

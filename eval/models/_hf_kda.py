@@ -87,7 +87,7 @@ class DeltaRule:
             self._batch = (shape, rows), self._planned(shape, *rows)
         batch = self._batch[1]
         out, state, _ = kda(
-            *(tensor.flatten(0, 1) for tensor in (query, key, value, g, beta)),
+            *(_channels_together(tensor).flatten(0, 1) for tensor in (query, key, value, g, beta)),
             scale=shape.head_dim_k**-0.5,
             batch=batch,
             initial_state=None if initial_state is None else initial_state.to(shape.state_dtype).contiguous(),
@@ -124,7 +124,7 @@ class DeltaRule:
         # the cache writes the new states itself
         pool = initial_state.to(shape.state_dtype, copy=True, memory_format=torch.contiguous_format)
         out, state = kda_step(
-            *(tensor[:, 0] for tensor in (query, key, value, g, beta)),
+            *(_channels_together(tensor[:, 0]) for tensor in (query, key, value, g, beta)),
             scale=shape.head_dim_k**-0.5,
             state_pool=pool,
             plan=self._step[1],
@@ -151,6 +151,11 @@ def _shape(query: Tensor, value: Tensor, normalised: bool) -> KdaShape:
         qk_l2norm=normalised,
         state_dtype=torch.promote_types(query.dtype, torch.float32),
     )
+
+
+def _channels_together(tensor: Tensor) -> Tensor:
+    """Itself, or a copy where a convolution has left the tokens beside each other, which no kernel reads."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _refuse_packed(others: dict[str, Any]) -> None:

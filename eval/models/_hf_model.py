@@ -204,9 +204,13 @@ def _in_memory(ask: Callable[[list[Request]], list[Any]], requests: list[Request
         with torch.inference_mode():
             return ask(requests)
     except torch.OutOfMemoryError as error:
-        raise OutOfMemoryError(str(error).partition("\n")[0]) from None
+        reason = str(error)
     except RuntimeError as error:
         # the allocator of the CPU has no class of its own
         if "DefaultCPUAllocator" not in str(error):
             raise
-        raise OutOfMemoryError(str(error).partition("\n")[0]) from None
+        reason = str(error)
+    # raised out here, where the first error no longer holds the tensors of its frames
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    raise OutOfMemoryError(reason.partition("\n")[0])

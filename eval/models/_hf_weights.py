@@ -47,7 +47,10 @@ class Weights:
         # bars of a library would stand in the middle of the runner's own
         transformers.utils.logging.disable_progress_bar()
         place, source = self.arguments()
-        if "gguf_file" not in source:
+        if "gguf_file" in source:
+            # otherwise a kernel library that happens to be installed would multiply blocks of few bits
+            source["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        else:
             source["use_safetensors"] = True
         return transformers.AutoModelForCausalLM.from_pretrained(
             place, dtype=dtype, trust_remote_code=False, **source

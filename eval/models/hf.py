@@ -8,6 +8,7 @@ repository is run, and weights are read from safetensors or GGUF alone.
 import os
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -117,7 +118,7 @@ def load(
         "device": torch.device(device).type,
         "versions": {"torch": torch.__version__, "transformers": require("transformers", extra="model").__version__},
     }
-    network.to(device)
+    _move(network, device)
     used = Attention(
         network,
         attention,
@@ -137,6 +138,19 @@ def load(
         described |= {"kda": kda}
     delta = DeltaRule(network, kda, used.note_kda) if kda else None
     return HfModel(network, tokenizer, used, described, step=size, delta=delta)
+
+
+def _move(network: Any, device: str) -> None:
+    """To where it computes.
+
+    Raises:
+        ValueError: If that is not there, or has no room.
+    """
+    try:
+        network.to(device)
+    # an assertion says that torch was built without it
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"the model must fit on {device}, got {str(error).partition(chr(10))[0]}") from error
 
 
 def _form(model: str, frequencies: str, geometry: str) -> Form | None:
