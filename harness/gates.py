@@ -82,7 +82,6 @@ def nonfinite_gates(
                 head=index[1],
                 dim=index[2] if name == "out" else None,
                 got=float(values[tuple(index)]),
-                # a finite value has no one right number here
                 expected=(0.0 if name == "out" else -math.inf) if is_empty else _undefined(outline, index),
             )
         text = f"{int(bad.sum())} of {bad.numel()} elements of {name}"
@@ -90,12 +89,12 @@ def nonfinite_gates(
     return results
 
 
-def _undefined(outline: AttentionOutline, index: list[int]) -> float:
-    """The infinity that an element must be, or NaN."""
+def _undefined(outline: AttentionOutline, index: list[int]) -> float | None:
+    """The infinity or NaN that an element must be; None if it must be finite, which is no one number."""
     for column in outline.undefined_columns:
         if index[2:] == [column.dim] and column.rows[index[0]] and column.heads.start <= index[1] < column.heads.stop:
             return column.value
-    return math.nan
+    return math.nan if outline.nan_rows is not None and bool(outline.nan_rows[index[0]]) else None
 
 
 def exact_elements(c: Companions, rows: Rows, u: Roundoffs, out_dtype: torch.dtype, family: str) -> Tensor:

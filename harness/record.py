@@ -47,7 +47,10 @@ class ExitCode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
-    """Where the worst error of a gate lies; None where an index does not apply."""
+    """Where the worst error of a gate lies; None where an index does not apply.
+
+    A value that is ``got`` without one that is ``expected`` must be finite.
+    """
 
     request: int | None = None
     token: int | None = None
@@ -69,7 +72,8 @@ class Location:
         if self.position is not None:
             parts.append(f"position {self.position}" + (f" -> slot {self.slot}" if self.slot is not None else ""))
         if self.got is not None:
-            parts.append(f"got {self.got:.6g}, must be {self.expected:.6g}")
+            wanted = "finite" if self.expected is None else f"{self.expected:.6g}"
+            parts.append(f"got {self.got:.6g}, must be {wanted}")
         return ", ".join(parts)
 
 

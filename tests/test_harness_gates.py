@@ -88,6 +88,9 @@ def test_g1_finds_one_value_that_breaks_the_convention(gate: str, index: tuple[i
     assert found.where is not None
     assert (found.where.token, found.where.head) == index[:2]
     assert found.where.request == OUTLINE.requests[index[0]]
+    empty = bool(OUTLINE.empty_rows[index[0]])
+    wanted = ("0" if gate == "G1 out" else "-inf") if empty else "finite"
+    assert str(found.where).endswith(f"got {value:.6g}, must be {wanted}")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

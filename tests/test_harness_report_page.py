@@ -20,7 +20,7 @@ pytest.importorskip("jinja2", reason="the page needs jinja2, of the extra `repor
 pytest.importorskip("matplotlib", reason="the page needs matplotlib, of the extra `report`")
 
 from assay.harness.options import CheckOptions
-from assay.harness.record import GateResult, RowErrors, Verdict
+from assay.harness.record import GateResult, Location, RowErrors, Verdict
 from assay.harness.report.command import run_report
 from assay.harness.report.compare_runs import compare_runs
 from assay.harness.report.html import html_report
@@ -153,6 +153,14 @@ def test_a_failure_has_its_place_and_its_command(full_page: str) -> None:
         "G3 exact ∞ 1 12 1 3 40 77 0.5 0.25 G4 envelope 12.5× 1 12 1 3 40 77 0.5 0.25 "  # noqa: RUF001
         f"assay check mla_prefill --case {case} --kernel 'mine.py:attend' "
     )
+
+
+def test_a_value_that_must_be_finite_is_no_number_that_it_must_be(tmp_path: Path) -> None:
+    where = Location(token=3, got=math.nan)
+    gates = [GateResult(gate="G1 out", ratio=math.inf, where=where)]
+    page = Page(html_report(read_run(write_run(tmp_path, [failing(cases()[0], gates=gates)]))))
+    assert "G1 out ∞ 3 nan finite" in page.words
+    assert str(where) == "token 3, got nan, must be finite"
 
 
 def test_what_a_kernel_says_is_text_and_never_markup(tmp_path: Path) -> None:
