@@ -31,17 +31,17 @@ def kda_inputs(
     tail: int = 0,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Arguments of the oracle, stored in ``dtype``; ``tail`` rows of NaN follow the last sequence.
+    """Arguments of the oracle, stored in ``dtype``, drawn on ``device``; ``tail`` rows of NaN follow the last sequence.
 
     Families: ``normal``; ``slow``, a tenth of the channels hardly decay; ``u01``, keys, queries and values in (0, 1);
     ``runs`` of 16 equal tokens; ``fast``, all channels at the bound; ``alternating``, one key with changing sign.
     """
     lengths = LENGTHS if lengths is None else lengths
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     (h, hv), (d_k, d_v), tokens = heads, dims, sum(lengths)
 
     def normal(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator, dtype=torch.float64)
+        return torch.randn(size, generator=generator, dtype=torch.float64, device=device)
 
     q, k, v = normal(tokens, h, d_k), normal(tokens, h, d_k), normal(tokens, hv, d_v)
     g, beta = normal(tokens, hv, d_k), normal(tokens, hv)
@@ -73,13 +73,13 @@ def kda_inputs(
 def _repeated(family: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of a family whose gate and write strength are constant."""
     if family == "u01":
-        generator = torch.Generator().manual_seed(len(q))
-        q, k, v = (torch.rand(x.shape, generator=generator, dtype=x.dtype) for x in (q, k, v))
+        generator = torch.Generator(q.device).manual_seed(len(q))
+        q, k, v = (torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device) for x in (q, k, v))
     elif family == "runs":
         first = torch.arange(len(q)) // 16 * 16
         q, k, v = q[first], k[first], v[first]
     elif family == "alternating":
-        sign = 1.0 - 2.0 * (torch.arange(len(q)) % 2)
+        sign = 1.0 - 2.0 * (torch.arange(len(q), device=q.device) % 2)
         k = k[:1] * sign[:, None, None]
     elif family != "fast":
         raise ValueError(f"there is no family {family!r}")
