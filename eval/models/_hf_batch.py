@@ -90,7 +90,7 @@ class Answer:
         self.ids.append(one)
         self.gaps.append(best - second)
         early = len(self.ids) < self.request.min_new_tokens
-        if not early and (one in self.ends or (self.request.stop and self._cut() is not None)):
+        if not early and (one in self.ends or (self._may_stop() and self._cut() is not None)):
             self.reason = STOP
         elif len(self.ids) >= self.request.max_new_tokens:
             self.reason = LENGTH
@@ -107,6 +107,18 @@ class Answer:
             gaps=tuple(self.gaps),
             kernel_calls=dict(calls),
         )
+
+    def _may_stop(self) -> bool:
+        """Whether the last tokens hold a stop text; to decode all of them after each one takes as long as the model."""
+        if not self.request.stop:
+            return False
+        if len(self.ids) == self.request.min_new_tokens:
+            # one that came too early was not looked for
+            return True
+        # a token may have no text of its own, as the first bytes of a letter have none
+        reach = 2 * max(map(len, self.request.stop)) + 8
+        tail = self.tokenizer.decode(self.ids[-reach:])
+        return any(stop in tail for stop in self.request.stop)
 
     def _cut(self) -> int | None:
         """Where the first stop text begins."""
