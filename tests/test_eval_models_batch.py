@@ -1,6 +1,7 @@
 """Answers while they grow: where a stop text ends them."""
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -14,6 +15,8 @@ TEXTS = ("a", "b", "Q", ":", "ab", "", "Q:", "", ":b")
 
 class Counting:
     """Decodes tokens, and counts them."""
+
+    has_chat_template = False
 
     def __init__(self) -> None:
         """Begin at none."""
@@ -42,7 +45,7 @@ def answered(ids: Sequence[int], stop: tuple[str, ...], least: int) -> tuple[Gen
         answer.add(one, 1.0, 0.0)
         if answer.reason:
             break
-    outcome = answer.outcome({})
+    outcome = answer.outcome(Counter())
     assert isinstance(outcome, Generated)
     return outcome, tokenizer
 
