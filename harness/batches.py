@@ -10,6 +10,8 @@ import numpy as np
 
 # lengths at which kernels change their path
 TILES = (16, 32, 64, 128)
+# requests of a batch that is about nothing but their number: more than a warp has threads
+MANY = 35
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,13 @@ def uneven_batch(rng: np.random.Generator, *, requests: int, longest: int, most_
         pairs.append((log_uniform(rng, 1, min(context, most_queries)), context))
     order = rng.permutation(len(pairs[:requests]))
     return Batch(query_lens=[pairs[i][0] for i in order], context_lens=[pairs[i][1] for i in order])
+
+
+def crowd(requests: int) -> Batch:
+    """Requests of next to nothing, every fifth without a query: more of them than a table or a warp may have places."""
+    queries = [(1, 2, 1, 0, 1)[at % 5] for at in range(requests)]
+    histories = [(2, 3, 0, 4, 1, 0, 7)[at % 7] for at in range(requests)]
+    return Batch(query_lens=queries, context_lens=[n + m for n, m in zip(queries, histories, strict=True)])
 
 
 def decode_batch(rng: np.random.Generator, *, requests: int, longest: int) -> Batch:

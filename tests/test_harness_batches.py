@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from assay.harness.batches import (
+    MANY,
     TILES,
     Batch,
     at_edge,
+    crowd,
     decode_batch,
     draw_scale,
     edge_batch,
@@ -81,6 +83,17 @@ def test_a_decoding_batch_has_one_query_each_and_contexts_of_every_size(seed: in
     assert min(drawn.context_lens) >= 1
     # a log-uniform draw, not one close below the longest
     assert sum(context < 70 for context in drawn.context_lens) >= 10
+
+
+def test_a_crowd_is_of_requests_of_next_to_nothing() -> None:
+    batch = crowd(MANY)
+    pairs = list(zip(batch.query_lens, batch.context_lens, strict=True))
+    assert len(pairs) == 35
+    assert all(0 <= n <= 2 and n <= m <= 9 for n, m in pairs)
+    assert batch.query_lens.count(0) == 7
+    # hardly any is like another
+    assert len(set(pairs)) > 12
+    assert min(batch.query_lens[16:18]) > 0
 
 
 def test_lengths_lie_at_tile_edges_and_beside_them() -> None:

@@ -21,18 +21,18 @@ def drawn(op: str, tier: str = "smoke", seed: int = 0) -> list[Case]:
 GOLDEN = {
     "attention": (
         "attention-diffuse-float32-24754bfd",
-        "attention-exact-uniform-float16-7763aa01",
-        "attention-nonfinite-v-float32-806a1b0a",
+        "attention-exact-one-hot-float16-333a2964",
+        "attention-exact-one-hot-bfloat16-efcaee12",
     ),
     "token_scores": (
         "token_scores-diffuse-float32-e7f8e128",
         "token_scores-peaked-bfloat16-2dfc244b",
-        "token_scores-exact-uniform-bfloat16-b7dbd1be",
+        "token_scores-diffuse-bfloat16-aaab2a2c",
     ),
     "token_selection": (
-        "token_selection-diffuse-float32-4bacc0ec",
-        "token_selection-deep-float16-11661c47",
-        "token_selection-near-bfloat16-743e9e93",
+        "token_selection-diffuse-float32-e68161f0",
+        "token_selection-deep-float16-6833e4de",
+        "token_selection-near-bfloat16-4a5b5de8",
     ),
     "sparse_mla": (
         "sparse_mla-diffuse-float32-6021669a",
@@ -42,27 +42,27 @@ GOLDEN = {
     "topk_mask": (
         "topk_mask-diffuse-float32-69a5d2f5",
         "topk_mask-signs-bfloat16-826e3679",
-        "topk_mask-diffuse-float32-cefad484",
+        "topk_mask-full-float16-18955fa1",
     ),
     "indexer": (
         "indexer-diffuse-float32-514e6f75",
         "indexer-diffuse-bfloat16-ee9b4a5c",
-        "indexer-exact-rising-float32-a6f1779b",
+        "indexer-diffuse-float16-7641378e",
     ),
     "masked_mha": (
         "masked_mha-diffuse-float32-42628fab",
-        "masked_mha-peaked-float16-7d6bc7a6",
-        "masked_mha-exact-one-hot-float32-ce89cd2e",
+        "masked_mha-ramp-v-float16-640da691",
+        "masked_mha-exact-one-hot-bfloat16-3d5cdaf7",
     ),
     "kda": (
         "kda-diffuse-float32-4e0a16ef",
         "kda-diffuse-bfloat16-2e04d5d4",
-        "kda-slow-float16-4d27a6fd",
+        "kda-slow-float32-2737899b",
     ),
     "kda_step": (
         "kda_step-diffuse-float32-b4efc3dc",
-        "kda_step-diffuse-float16-cfbe8dd7",
-        "kda_step-diffuse-bfloat16-3fd2c780",
+        "kda_step-diffuse-bfloat16-4bb3eddf",
+        "kda_step-slow-float32-a455c9a8",
     ),
     "mla_prefill": (
         "mla_prefill-diffuse-float32-63cca00f",
@@ -71,16 +71,16 @@ GOLDEN = {
     ),
 }
 DIGESTS = {
-    "token_scores": "d7f057b36baa",
-    "token_selection": "903e991565a3",
+    "token_scores": "427b53cb444a",
+    "token_selection": "15ffb803711e",
     "sparse_mla": "5b6bf5821d9b",
-    "topk_mask": "11253b01686b",
-    "indexer": "d3844eafa35e",
-    "kda": "252e92fc7cf3",
-    "kda_step": "a047048bf49b",
-    "attention": "1d18557ad89b",
-    "masked_mha": "b28be47b09a4",
-    "mla_prefill": "c525ffc48876",
+    "topk_mask": "e2bb074c9572",
+    "indexer": "4325ff784b7f",
+    "kda": "f084273a8f1a",
+    "kda_step": "c9545da80ce1",
+    "attention": "6a941e82252d",
+    "masked_mha": "5b2fe8716bba",
+    "mla_prefill": "6de652797793",
 }
 
 

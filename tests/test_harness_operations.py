@@ -99,6 +99,19 @@ def test_there_are_batches_of_one_and_batches_that_only_decode(op: str) -> None:
     assert any(len(one) == 1 for one in lens)
 
 
+@pytest.mark.parametrize("dtypes", [DTYPES, *((dtype,) for dtype in DTYPES)], ids="-".join)
+@pytest.mark.parametrize("op", operations.NAMES)
+def test_more_requests_than_a_table_of_16_holds_are_judged_on_a_cpu(op: str, dtypes: tuple[str, ...]) -> None:
+    cases = [case for case in drawn(op, "smoke", dtypes) if not case.needs_device]
+    # a kernel of sparse_mla sees no requests, and its tables are of queries
+    if op == "sparse_mla":
+        assert max(sum(case.sizes["query_lens"]) for case in cases) > 64
+        return
+    lens = [case.sizes.get("query_lens") or case.sizes.get("seq_lens") or case.sizes["context_lens"] for case in cases]
+    many = [length for case in lens for length in case[16:]]
+    assert any(many)
+
+
 def test_more_chunks_and_keys_than_small_tables_hold_are_judged_on_a_cpu() -> None:
     cases = [case.sizes for case in drawn("mla_prefill", "smoke")]
     chunks = [(max(size["context_lens"]) - 1) // size["history_chunk_size"] for size in cases]

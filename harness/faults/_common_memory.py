@@ -29,6 +29,13 @@ def last_queries_unwritten(twin: Twin, arguments: dict[str, Any]) -> Answer:
     return _memory.unwritten(twin, arguments, slice(rows // 8 * 8, None), slice(None))
 
 
+@common(Verdict.NUMERIC, Verdict.NONFINITE, source="tables sized for a fixed number of requests")
+def requests_past_the_sixteenth_left_out(twin: Twin, arguments: dict[str, Any]) -> Answer:
+    """Rows of later requests are 0."""
+    offsets = arguments["cu_seqlens_q"] if "cu_seqlens_q" in arguments else arguments["cu_seqlens"]
+    return _memory.sixteen_requests(twin(arguments), offsets)
+
+
 @common(WRITE_SCOPE, source="store without a mask")
 def row_past_the_end_written(twin: Twin, arguments: dict[str, Any]) -> Answer:
     """One row more than there is."""

@@ -9,7 +9,7 @@ from ..record import Verdict
 from . import planted
 from ._indexes import Lists, index_twin, requests
 from ._indexes_lists import later_of_equal_first
-from ._memory import CallCounter
+from ._memory import CallCounter, sixteen_requests
 
 OP = "indexer"
 NUMERIC, STRUCTURE, NONFINITE = Verdict.NUMERIC, Verdict.STRUCTURE, Verdict.NONFINITE
@@ -54,6 +54,14 @@ def tail_of_a_list_unwritten(**arguments: Any) -> Lists:
     some = indices >= 0
     lazy[some], lazy_scores[some] = indices[some], found[some]
     return lazy, lazy_scores
+
+
+@planted(OP, NUMERIC, NONFINITE, source="tables sized for a fixed number of requests")
+def requests_past_the_sixteenth_left_out(**arguments: Any) -> Lists:
+    """Later requests list nothing but key 0."""
+    indices, found = index_twin(arguments)
+    sixteen_requests((indices, found), arguments["cu_seqlens_q"])
+    return indices, found
 
 
 @planted(OP, NUMERIC, source="packed positions")

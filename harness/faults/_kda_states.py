@@ -11,6 +11,7 @@ from ..record import Verdict
 from . import planted
 from ._kda_twin import Answer, Arguments, chunk_step, cut_off, empty_answer, initial_state, kda_twin
 from ._kda_variants import single
+from ._memory import sixteen_requests
 
 OP = "kda"
 NUMERIC, NONFINITE, METAMORPHIC = Verdict.NUMERIC, Verdict.NONFINITE, Verdict.METAMORPHIC
@@ -160,6 +161,15 @@ def rows_of_no_sequence_left(**arguments: Any) -> Answer:
     mine, end = torch.empty_like(out), int(arguments["cu_seqlens"][-1])
     mine[:end] = out[:end]
     return mine, final, kept
+
+
+@planted(OP, NUMERIC, source="tables sized for a fixed number of requests")
+def sequences_past_the_sixteenth_left_out(**arguments: Any) -> Answer:
+    """Later sequences have outputs and states of 0."""
+    out, final, kept = kda_twin(arguments)
+    sixteen_requests((out,), arguments["cu_seqlens"])
+    final[16:] = 0.0
+    return out, final, kept
 
 
 @planted(OP, NONFINITE, NUMERIC, rows=("FC-129",))

@@ -12,6 +12,7 @@ from ._kda_layer import clamped_decay, scale_under_a_norm
 from ._kda_step_slots import single
 from ._kda_step_twin import Answer, step_twin
 from ._kda_twin import cut_off, same
+from ._memory import sixteen_requests
 
 OP = "kda_step"
 NUMERIC = Verdict.NUMERIC
@@ -61,6 +62,14 @@ def offsets_known_by_address(**arguments: Any) -> Answer:
     seen = _seen_offsets.setdefault((offsets.data_ptr(), offsets.shape), offsets.clone())
     fits = int(seen[-1]) == int(offsets[-1]) and int(seen.diff().max()) <= arguments["slot_table"].shape[1]
     return step_twin(arguments | {"cu_seqlens": seen if fits else offsets})
+
+
+@planted(OP, NUMERIC, source="tables sized for a fixed number of requests")
+def sequences_past_the_sixteenth_left_out(**arguments: Any) -> Answer:
+    """Later sequences have outputs of 0."""
+    out, pool = step_twin(arguments)
+    sixteen_requests((out,), arguments["cu_seqlens"])
+    return out, pool
 
 
 @planted(OP, NUMERIC, source="a store that drops the low bits")

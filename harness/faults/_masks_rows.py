@@ -18,7 +18,7 @@ from ._masks import (
     rows,
     words_of,
 )
-from ._memory import CallCounter
+from ._memory import CallCounter, sixteen_requests
 
 OP = "topk_mask"
 NUMERIC, STRUCTURE, NONDETERMINISTIC = Verdict.NUMERIC, Verdict.STRUCTURE, Verdict.NONDETERMINISTIC
@@ -211,6 +211,13 @@ _REMEMBERED = _ByAddress()
 def lists_remembered_by_address(**arguments: Any) -> Returned:
     """Lists that changed in place give the mask of the old ones."""
     return _REMEMBERED(arguments)
+
+
+@planted(OP, NUMERIC, source="tables sized for a fixed number of requests")
+def requests_past_the_sixteenth_left_out(**arguments: Any) -> Returned:
+    """Rows of later requests have no bit, and their tiles hold none."""
+    (mask,) = sixteen_requests((mask_of(mask_twin(arguments)),), arguments["cu_seqlens_q"], 0)
+    return answered(mask, arguments)
 
 
 @planted(OP, Verdict.MUTATED_INPUT, source="padding replaced in place")

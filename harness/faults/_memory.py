@@ -117,3 +117,11 @@ class Baked:
     def __call__(self, kind: Any, size: int) -> int:
         """The size with which the artifact of this class runs."""
         return self._sizes.setdefault(kind, size)
+
+
+def sixteen_requests(answer: Answer, offsets: Tensor, fill: float = 0.0) -> Answer:
+    """The answer with nothing in rows of requests past the sixteenth, as of a table that has no place for them."""
+    end = int(offsets[16]) if len(offsets) > 16 else None
+    for result in answer if end is not None else ():
+        result[end:] = fill
+    return answer

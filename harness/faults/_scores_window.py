@@ -49,6 +49,14 @@ def local_index_of_candidates(**arguments: Any) -> Tensor:
     return shifted
 
 
+@planted(OP, NUMERIC, NONFINITE, source="tables sized for a fixed number of requests")
+def requests_past_the_sixteenth_left_out(**arguments: Any) -> Tensor:
+    """Later requests have no scores."""
+    scores = token_scores_twin(arguments)
+    scores[16:] = IDENTITIES[arguments["mode"]]
+    return scores
+
+
 @planted(OP, NUMERIC, NONFINITE, source="no causal mask within the window")
 def window_sees_its_future(**arguments: Any) -> Tensor:
     """Every observed query may look at all candidates."""

@@ -51,6 +51,14 @@ def window_outscored_by_equal_candidates(**arguments: Any) -> Tensor:
     return select(changed | {"scores": scores, "recent": 0})
 
 
+@planted(OP, NUMERIC, source="tables sized for a fixed number of requests")
+def requests_past_the_sixteenth_left_out(**arguments: Any) -> Tensor:
+    """Later requests keep nothing."""
+    kept = select(arguments)
+    kept[16:] = -1
+    return kept
+
+
 @planted(OP, NUMERIC, rows=("FC-135",))
 def recent_tokens_compete(**arguments: Any) -> Tensor:
     """The last tokens must earn their place, with a score of 0."""

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..activations import captured_sizes
-from ..batches import Batch, at_edge, decode_batch, draw_scale, edge_batch, log_uniform
+from ..batches import Batch, at_edge, crowd, decode_batch, draw_scale, edge_batch, log_uniform
 from ..captures import Capture
 from ..case import Case
 from ..families import FAMILIES, RARE_FAMILIES
@@ -39,6 +39,8 @@ def attention_cases(request: CaseRequest, op: str) -> list[Case]:
     draw.add("ramp-v", draw.dtype(2), single, heads=(2, 1), causal=True)
     draw.small("overflow", draw.dtype(1), causal=True)
     draw.small("nonfinite-v", draw.dtype(0), causal=True)
+    # past the end of a table of 16 requests
+    draw.add("exact-one-hot", draw.dtype(2), crowd(18), heads=(2, 1), causal=True)
     if request.tier != "smoke":
         _full_cases(draw)
     if request.tier == "nightly":

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..batches import Batch, decode_batch, edge_batch, log_uniform
+from ..batches import Batch, crowd, decode_batch, edge_batch, log_uniform
 from ..case import Case
 from ..operation import CaseRequest
 from ._draw import Draw
@@ -43,6 +43,8 @@ def indexer_cases(request: CaseRequest, op: str) -> list[Case]:
         draw.add("large", _TILES, (2, 64), turn=turn)
     for turn, family in enumerate(("diffuse", "exact-rising")):
         draw.add(family, _WIDE, (2, 64), turn=turn, topk=200)
+    # past the end of a table of 16
+    draw.add("diffuse", crowd(17), SINGLE, turn=1)
     if request.tier != "smoke":
         _full_cases(draw)
     if request.tier == "nightly":

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ..batches import log_uniform
+from ..batches import MANY, crowd, log_uniform
 from ..case import Case
 from ..operation import CaseRequest
 from ._draw import Draw
@@ -89,6 +89,7 @@ def kda_cases(request: CaseRequest, op: str) -> list[Case]:
     # as much as an interpreted kernel can take
     for turn, family in enumerate(("runs", "slow")):
         draw.add(family, draw.dtype(turn), [[33], [0, 17]][turn], (1, 1, 16, 20), replace(FORMS[turn], initial=True))
+    draw.add("slow", draw.dtype(0), crowd(MANY).query_lens, (1, 2, 8, 12), replace(PLAIN, checkpoints="some"))
     if request.tier != "smoke":
         _full_cases(draw)
     if request.tier == "nightly":

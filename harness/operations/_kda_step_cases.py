@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ..batches import log_uniform
+from ..batches import MANY, crowd, log_uniform
 from ..case import Case
 from ..operation import CaseRequest
 from ._draw import Draw
@@ -85,6 +85,7 @@ def kda_step_cases(request: CaseRequest, op: str) -> list[Case]:
     draw.add("diffuse", draw.dtype(2), 3, (1, 1, 128, 128), FORMS[3])
     # tokens enough for a state that is carried in the format of the pool, of operands in it as well
     draw.add_batch(FADING, draw.dtype(2), [9, 0, 3, 12], 12, SMALL[0], replace(FORMS[3], padding=0))
+    draw.add_batch("slow", draw.dtype(0), crowd(MANY).query_lens, 3, (1, 2, 8, 12), PLAIN)
     if request.tier != "smoke":
         for at, dtype in enumerate(request.dtypes):
             for turn, family in enumerate(FAMILIES):

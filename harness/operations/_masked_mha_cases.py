@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from ..activations import captured_sizes
-from ..batches import Batch, at_edge, decode_batch, draw_scale, edge_batch, log_uniform
+from ..batches import Batch, at_edge, crowd, decode_batch, draw_scale, edge_batch, log_uniform
 from ..case import Case
 from ..families import FAMILIES, RARE_FAMILIES
 from ..operation import CaseRequest
@@ -57,6 +57,8 @@ def masked_mha_cases(request: CaseRequest, op: str) -> list[Case]:
     draw.add("diffuse", draw.dtype(0), short, heads=(2, 1), chunk=True, dense=True)
     # few enough tiles for keys in chunks to be interpreted, too
     draw.add("exact-one-hot", draw.dtype(0), Batch(query_lens=[3], context_lens=[50]), heads=(1, 1), layout="beside")
+    # past the end of a table of 16 requests
+    draw.add("exact-one-hot", draw.dtype(2), crowd(18), heads=(2, 1))
     if request.tier != "smoke":
         _full_cases(draw)
     if request.tier == "nightly":

@@ -51,6 +51,9 @@ def mla_prefill_cases(request: CaseRequest, op: str) -> list[Case]:
         draw.add("ramp-v", dtype, SMALL, Batch(query_lens=[8], context_lens=[1100]), chunk=4096)
         # more requests and queries than a tile counts, equal lengths, a history of exactly two and of many chunks
         queries, contexts = [2, 1, 130, 2, 2, 1, 3, 1, 1, 4], [34, 1, 130, 34, 40, 600, 3, 17, 17, 20]
+        if dtype == draw.dtype(2):
+            # past the end of a table of 16
+            queries, contexts = [*queries, 1, 2, 1, 1, 1, 1, 2], [*contexts, 3, 5, 1, 2, 9, 1, 2]
         draw.add("diffuse", dtype, SMALL, Batch(query_lens=queries, context_lens=contexts), chunk=16)
         for chunk in CHUNK_SIZES:
             batch = draw.batch(requests=3, longest=65 if chunk == 17 else 193, most_queries=17, chunk=chunk)

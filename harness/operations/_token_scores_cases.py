@@ -84,6 +84,9 @@ def token_scores_cases(request: CaseRequest, op: str) -> list[Case]:
         if dtype in request.dtypes:
             batch = Batch(query_lens=[3, 1], context_lens=[context, 5])
             draw.add("exact-uniform", dtype, SMALL, batch, "probability", Observation(window=3), chunk=1024)
+    # past the end of a table of 16 requests
+    many = Batch(query_lens=[1] * 18, context_lens=[30, 1, *range(2, 18)])
+    draw.add("diffuse", draw.dtype(2), SMALL, many, "logits", Observation(window=1), chunk=17)
     if request.tier != "smoke":
         _full_cases(draw)
     if request.tier == "nightly":

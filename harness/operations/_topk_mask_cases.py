@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ..batches import Batch, edge_batch, log_uniform
+from ..batches import Batch, crowd, edge_batch, log_uniform
 from ..case import Case
 from ..operation import CaseRequest
 from ._draw import Draw
@@ -71,6 +71,8 @@ def topk_mask_cases(request: CaseRequest, op: str) -> list[Case]:
     draw.add("late", _LONG, topk=70, turn=0)
     # more entries than one block of threads has
     draw.add("diffuse", Batch(query_lens=[2], context_lens=[1500]), topk=1100, turn=0)
+    # past the end of a table of 16
+    draw.add("full", crowd(17), topk=5, turn=0)
     if request.tier != "smoke":
         _full_cases(draw)
     if request.tier == "nightly":

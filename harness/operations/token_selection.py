@@ -9,7 +9,7 @@ import torch
 
 from ...optimized.token_selection import token_selection
 from ..answers import Answer
-from ..batches import log_uniform
+from ..batches import MANY, log_uniform
 from ..case import Case
 from ..contract import PRECISION_OF_DTYPE, Contract
 from ..operation import CaseRequest, Inputs, Judged, Kernel, Outline, Result
@@ -55,6 +55,9 @@ class TokenSelection:
             for turn, pooling in enumerate(POOLINGS):
                 # longer than a tile, and short ones, whose edges matter
                 lens = [300, *(log_uniform(rng, 1, 130) for _ in range(6))]
+                if turn == at:
+                    # and many of them
+                    lens += list(range(1, MANY - 6))
                 add(family, turn + at, lens, WINDOWS[(turn + 2 * at) % len(WINDOWS)], pooling)
         if request.tier != "smoke":
             for turn in range(3 * len(FAMILIES)):
