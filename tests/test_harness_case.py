@@ -36,8 +36,8 @@ GOLDEN = {
     ),
     "sparse_mla": (
         "sparse_mla-diffuse-float32-6021669a",
-        "sparse_mla-constant-v-bfloat16-7321512a",
-        "sparse_mla-diffuse-bfloat16-66ab1f16",
+        "sparse_mla-ramp-v-bfloat16-61d64a24",
+        "sparse_mla-diffuse-float32-82c5b822",
     ),
     "topk_mask": (
         "topk_mask-diffuse-float32-69a5d2f5",
@@ -73,7 +73,7 @@ GOLDEN = {
 DIGESTS = {
     "token_scores": "427b53cb444a",
     "token_selection": "15ffb803711e",
-    "sparse_mla": "5b6bf5821d9b",
+    "sparse_mla": "355907a0bf2f",
     "topk_mask": "e2bb074c9572",
     "indexer": "4325ff784b7f",
     "kda": "f084273a8f1a",

@@ -15,7 +15,7 @@ from assay.harness.companions import companions
 from assay.harness.faults._sparse import sparse_twin
 from assay.harness.gates import Roundoffs, exact_elements, nonfinite_gates
 from assay.harness.operation import CaseRequest
-from assay.harness.operations._sparse_mla_lists import HOLES, REPEATS, TAILS, lists_of
+from assay.harness.operations._sparse_mla_lists import EMPTY, HOLES, REPEATS, TAILS, lists_of
 from assay.harness.operations._sparse_mla_values import FAMILIES
 from assay.harness.record import Verdict
 from assay.harness.runner import run_case
@@ -62,6 +62,29 @@ def test_lists_hold_what_they_are_asked_to(holes: str, repeats: str) -> None:
     if holes == "wild":
         assert int(wild.min()) < -1
         assert int(wild.max()) >= s_kv
+
+
+@pytest.mark.parametrize("holes", EMPTY)
+def test_whole_requests_list_nothing_that_there_is(holes: str) -> None:
+    case = sparse_case(holes=holes, lengths="ragged", tail="rows", query_lens=[3, 70, 4], context_lens=[30, 90, 40])
+    lists = lists_of(case)
+    empty = [bool(part.all()) for part in lists.empty.split(case.sizes["query_lens"])]
+    assert empty == [holes == "all", True, holes == "all"]
+    assert lists.topk_length is not None
+    within = torch.arange(40) < lists.topk_length[:, None]
+    listed = lists.indices[3:73][within[3:73]]
+    assert not bool(((listed >= 0) & (listed < lists.num_slots)).any())
+    assert int(listed.min()) < -1
+    assert int(listed.max()) >= lists.num_slots
+    # what lies behind the lengths names rows all the same
+    behind = lists.indices[3:73][~within[3:73]]
+    assert bool(((behind >= 0) & (behind < lists.num_slots)).all())
+
+
+def test_a_whole_tile_or_step_without_entries_is_in_the_smoke_tier() -> None:
+    empty = [lists_of(case).empty for case in drawn()]
+    assert any(bool(part.all()) for one in empty for part in one[: len(one) // 64 * 64].split(64) if len(part))
+    assert any(bool(one.all()) for one in empty)
 
 
 @pytest.mark.parametrize("tail", TAILS)
@@ -195,7 +218,7 @@ def test_sizes_that_say_nothing_are_refused() -> None:
 def test_each_kind_of_list_and_family_is_in_the_smoke_tier() -> None:
     cases = drawn()
     assert {case.family for case in cases} == set(FAMILIES)
-    for name, least in (("holes", 4), ("repeats", 3), ("lengths", 2), ("tail", 4), ("sink", 3), ("source", 3)):
+    for name, least in (("holes", 6), ("repeats", 3), ("lengths", 2), ("tail", 4), ("sink", 3), ("source", 3)):
         assert len({case.sizes[name] for case in cases}) == least
     assert {1, 17} <= {case.sizes["num_heads"] for case in cases}
     assert max(sum(case.sizes["query_lens"]) for case in cases) >= 65

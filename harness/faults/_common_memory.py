@@ -31,9 +31,10 @@ def last_queries_unwritten(twin: Twin, arguments: dict[str, Any]) -> Answer:
 
 @common(Verdict.NUMERIC, Verdict.NONFINITE, source="tables sized for a fixed number of requests")
 def requests_past_the_sixteenth_left_out(twin: Twin, arguments: dict[str, Any]) -> Answer:
-    """Rows of later requests are 0."""
-    offsets = arguments["cu_seqlens_q"] if "cu_seqlens_q" in arguments else arguments["cu_seqlens"]
-    return _memory.sixteen_requests(twin(arguments), offsets)
+    """Rows of later requests are 0; of later queries where lists are all that is told."""
+    offsets = arguments.get("cu_seqlens_q", arguments.get("cu_seqlens"))
+    single = torch.arange(len(arguments["q"]) + 1)
+    return _memory.sixteen_requests(twin(arguments), single if offsets is None else offsets)
 
 
 @common(WRITE_SCOPE, source="store without a mask")

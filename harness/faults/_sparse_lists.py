@@ -30,6 +30,33 @@ def duplicates_dropped(**arguments: Any) -> Three:
     return sparse_twin(arguments, valid=lambda i, n, s: first_of_its_kind(i, valid(i, n, s)))
 
 
+def empty_queries(arguments: dict[str, Any]) -> Tensor:
+    """``[s]``, those without any entry."""
+    a = arguments
+    return ~valid(a["indices"], a["topk_length"], len(a["kv"])).any(1)
+
+
+@planted(OP, Verdict.WRITE_SCOPE, source="an early exit of a tile that has nothing to load")
+def tiles_without_entries_unwritten(**arguments: Any) -> Three:
+    """Whole tiles of 64 queries without any entry leave their results as the memory came."""
+    answer, empty = sparse_twin(arguments), empty_queries(arguments)
+    tiles = empty[: len(empty) // 64 * 64].view(-1, 64).all(1).repeat_interleave(64)
+    written = torch.cat([~tiles, torch.ones_like(empty[len(tiles) :])])
+    lazy = tuple(torch.empty_like(result) for result in answer)
+    for mine, result in zip(lazy, answer, strict=True):
+        mine[written] = result[written]
+    return lazy
+
+
+@planted(OP, NONFINITE, source="an early exit where no query lists anything")
+def batch_without_entries_is_zeros(**arguments: Any) -> Three:
+    """Of a batch without any entry all results are 0."""
+    out, lse, top = sparse_twin(arguments)
+    if bool(empty_queries(arguments).all()):
+        lse, top = torch.zeros_like(lse), torch.zeros_like(top)
+    return out, lse, top
+
+
 @planted(OP, *ANY_ROW, rows=("F15",), source="Python's index of the last row")
 def padding_is_the_last_row(**arguments: Any) -> Three:
     """``-1`` wraps around."""

@@ -69,6 +69,11 @@ def sparse_mla_cases(request: CaseRequest, op: str) -> list[Case]:
     draw.add("constant-v", draw.dtype(2), Batch(query_lens=[8], context_lens=[700]), SMALL, 1, topk=513, **KINDS[6])
     # rows whose numbers 16 bits do not hold
     draw.add("diffuse", draw.dtype(2), Batch(query_lens=[3], context_lens=[70001]), SMALL, 1, topk=60, **KINDS[0])
+    # lists of wild numbers alone: of whole tiles of queries between others, and of all that there are
+    apart = Batch(query_lens=[3, 130, 2], context_lens=[23, 150, 40])
+    draw.add("exact-one-hot", draw.dtype(2), apart, SMALL, 2, topk=60, **(KINDS[3] | {"holes": "requests"}))
+    nothing = Batch(query_lens=[2, 1], context_lens=[30, 9])
+    draw.add("diffuse", draw.dtype(0), nothing, SMALL, 2, topk=60, **(KINDS[3] | {"holes": "all"}))
     if request.tier != "smoke":
         _full_cases(draw)
     if request.tier == "nightly":
@@ -116,6 +121,11 @@ def _path_cases(draw: "_Draw") -> None:
     for order in ORDERS:
         batch = Batch(query_lens=[200], context_lens=[4000])
         draw.add("diffuse", dtype, batch, unified, 8, topk=512, **PLAIN, source="clustered", order=order)
+    # tiles and a whole step without anything to load
+    apart = Batch(query_lens=[5, 200, 3], context_lens=[700, 900, 40])
+    draw.add("peaked", dtype, apart, unified, 8, topk=512, **(KINDS[5] | {"holes": "requests"}), layout="within")
+    nothing = Batch(query_lens=[70], context_lens=[900])
+    draw.add("diffuse", dtype, nothing, wide, 16, topk=512, **(KINDS[3] | {"holes": "all"}))
     # more queries than a grid has places in its second dimension
     many = Batch(query_lens=[1000] * 70, context_lens=[1000] * 70)
     draw.add("peaked", dtype, many, unified, 1, topk=8, **KINDS[0])
@@ -132,7 +142,7 @@ def _nightly_case(draw: "_Draw") -> None:
         return choices[int(rng.integers(len(choices)))]
 
     kind = {
-        "holes": one_of(HOLES),
+        "holes": one_of((*HOLES, "requests")),
         "repeats": one_of(REPEATS),
         "lengths": one_of(LENGTHS),
         "tail": one_of(TAILS),

@@ -19,6 +19,8 @@ from ._mla_prefill_layout import slots_of
 SOURCES = ("uniform", "clustered", "indexer")
 ORDERS = ("shuffled", "ascending")
 HOLES = ("none", "front", "between", "wild")
+# every query of every other request lists nothing that there is, or that of all of them
+EMPTY = ("requests", "all")
 REPEATS = ("none", "some", "one")
 LENGTHS = ("all", "ragged")
 TAILS = ("padding", "rows", "huge", "nan")
@@ -77,7 +79,7 @@ def lists_of(case: Case) -> Lists:
 def _lists_of(content: str) -> Lists:
     case = Case.from_json(json.loads(content))
     sizes, generator = case.sizes, torch.Generator().manual_seed(case.seed)
-    for name, known in (("holes", HOLES), ("repeats", REPEATS), ("lengths", LENGTHS), ("tail", TAILS)):
+    for name, known in (("holes", HOLES + EMPTY), ("repeats", REPEATS), ("lengths", LENGTHS), ("tail", TAILS)):
         if sizes[name] not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}, got {sizes[name]!r}")
     context_lens = sizes["context_lens"]
@@ -86,14 +88,14 @@ def _lists_of(content: str) -> Lists:
     num_slots = total + total // 4 + 2
     tokens = _selected(sizes, slots, seed=case.seed)
     repeated = _repeated(tokens, sizes["repeats"], generator)
-    holes = _holes(repeated, sizes["holes"], generator)
+    holes = _emptied(repeated, sizes) if sizes["holes"] in EMPTY else _holes(repeated, sizes["holes"], generator)
     length = _lengths(len(tokens), sizes, generator)
     counts = torch.arange(sizes["topk"]) < length[:, None]
     valid = (repeated >= 0) & ~holes & counts
     if case.family == "exact-uniform":
         valid &= _leading_power_of_two(valid)
     indices = slots[repeated.clamp(min=0)].int().masked_fill(~valid, -1)
-    if sizes["holes"] == "wild":
+    if sizes["holes"] in ("wild", *EMPTY):
         indices = torch.where(valid, indices, _no_rows(indices.shape, num_slots, generator))
     indices = _tailed(indices, counts, sizes["tail"], repeated, slots, num_slots)
     tokens = repeated.masked_fill(~valid, 0)
@@ -154,6 +156,13 @@ def _holes(tokens: Tensor, holes: str, generator: torch.Generator) -> Tensor:
         # and a query whose every entry is
         found[4] = True
     return found
+
+
+def _emptied(tokens: Tensor, sizes: dict[str, Any]) -> Tensor:
+    """``[T, topk]``: all entries of the queries of every other request, or of all."""
+    lens = torch.tensor(sizes["query_lens"])
+    owners = torch.arange(len(lens)).repeat_interleave(lens)
+    return ((owners % 2 == 1) | (sizes["holes"] == "all"))[:, None].expand_as(tokens)
 
 
 def _lengths(num_queries: int, sizes: dict[str, Any], generator: torch.Generator) -> Tensor:
