@@ -42,10 +42,10 @@ def tiles_without_entries_unwritten(**arguments: Any) -> Three:
     answer, empty = sparse_twin(arguments), empty_queries(arguments)
     tiles = empty[: len(empty) // 64 * 64].view(-1, 64).all(1).repeat_interleave(64)
     written = torch.cat([~tiles, torch.ones_like(empty[len(tiles) :])])
-    lazy = tuple(torch.empty_like(result) for result in answer)
-    for mine, result in zip(lazy, answer, strict=True):
+    out, lse, top = (torch.empty_like(result) for result in answer)
+    for mine, result in zip((out, lse, top), answer, strict=True):
         mine[written] = result[written]
-    return lazy
+    return out, lse, top
 
 
 @planted(OP, NONFINITE, source="an early exit where no query lists anything")

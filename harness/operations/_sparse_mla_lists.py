@@ -162,7 +162,8 @@ def _emptied(tokens: Tensor, sizes: dict[str, Any]) -> Tensor:
     """``[T, topk]``: all entries of the queries of every other request, or of all."""
     lens = torch.tensor(sizes["query_lens"])
     owners = torch.arange(len(lens)).repeat_interleave(lens)
-    return ((owners % 2 == 1) | (sizes["holes"] == "all"))[:, None].expand_as(tokens)
+    empty: Tensor = (owners % 2 == 1) | (sizes["holes"] == "all")
+    return empty[:, None].expand_as(tokens)
 
 
 def _lengths(num_queries: int, sizes: dict[str, Any], generator: torch.Generator) -> Tensor:
