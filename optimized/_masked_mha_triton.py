@@ -64,7 +64,7 @@ def choose_tile(shape: "AttentionShape") -> Tile | None:
     # of padded heads, wider tiles are miscompiled unless a descriptor loads them, see _attention_triton.NARROW_TILES
     width, itemsize = main + rest + block_v, shape.dtype.itemsize
     # measured on an H200: 8 % faster at 192/128 than the tiles of dense attention, which rescale twice as often
-    wide = (Tile(128, 128, 2, 8),) if itemsize == 2 and 256 < width <= 512 else ()
+    wide: tuple[Tile, ...] = (Tile(128, 128, 2, 8),) if itemsize == 2 and 256 < width <= 512 else ()
     best = NARROW_TILES[:1] if padded else (*wide, *_preferred_tiles(width, block_v, itemsize))
     for tile in (*best, Tile(16, 32, 1, 4)):
         elements = tile.block_m * (main + rest) + tile.num_stages * tile.block_n * (main + rest + block_v)
