@@ -129,7 +129,7 @@ def test_a_skip_is_counted_and_a_failure_only_if_that_is_asked() -> None:
 
 
 def test_a_run_out_of_time_says_what_was_left() -> None:
-    with pytest.raises(NothingJudged, match="37 of 37 judgements not started"):
+    with pytest.raises(NothingJudged, match="38 of 38 judgements not started"):
         check(right, "attention", max_seconds=-1.0)
 
 

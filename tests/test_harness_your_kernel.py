@@ -114,7 +114,7 @@ def test_the_parts_of_the_page_are_merged_into_the_whole(folder: Path) -> None:
     header, *records = [
         json.loads(line) for line in (folder / "runs" / "all" / "records.jsonl").read_text().splitlines()
     ]
-    assert header["run"]["cases"] == len(records) == 3
+    assert header["run"]["cases"] == len(records) == 4
     assert {record["case"]["dtype"] for record in records} == {"float32", "float16", "bfloat16"}
 
 
