@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from .arms import Arm, both_ok
 from .comparison import GateResult
-from .divergence import agreement
+from .divergence import agreement, tied
 from .scorers import find_scorer
 from .statistics import ALPHA, Differences, Estimate, Verdict, binary_estimate, holm, macro_estimate
 from .suite import AGREEMENT, NLL, SCORE, Gate
@@ -21,12 +21,14 @@ class Values:
         clusters: What they share.
         first: Of the first run.
         second: Of the second run.
+        ties: Samples whose first difference is a tie, and counts as none.
     """
 
     samples: list[str]
     clusters: list[str]
     first: list[float]
     second: list[float]
+    ties: int = 0
 
     @property
     def differences(self) -> Differences:
@@ -36,16 +38,18 @@ class Values:
         )
 
 
-def values_of(metric: str, first: Arm, second: Arm, task: str) -> Values:
-    """The values of a metric; samples on which it was not measured are left out."""
-    samples, before, after = [], [], []
+def values_of(metric: str, first: Arm, second: Arm, task: str, *, tie: float = 0.0) -> Values:
+    """The values of a metric; samples on which it was not measured are left out. ``tie`` is that of a gate."""
+    samples, before, after, ties = [], [], [], 0
     for one in both_ok(first, second, task):
         pair = _pair(metric, first, second, task, one)
         if pair is not None:
+            excused = metric == AGREEMENT and tied(first.records[task][one], second.records[task][one], tie)
+            ties += excused
             samples.append(one)
             before.append(pair[0])
-            after.append(pair[1])
-    return Values(samples, [first.items[task][one].cluster or one for one in samples], before, after)
+            after.append(pair[0] if excused else pair[1])
+    return Values(samples, [first.items[task][one].cluster or one for one in samples], before, after, ties)
 
 
 def _pair(metric: str, first: Arm, second: Arm, task: str, sample: str) -> tuple[float, float] | None:
@@ -64,7 +68,7 @@ def _pair(metric: str, first: Arm, second: Arm, task: str, sample: str) -> tuple
 def gate_result(gate: Gate, tasks: tuple[str, ...], first: Arm, second: Arm) -> GateResult:
     """A gate on one pair, before other pairs are taken into account."""
     # a task whose data could not be read is in the suite and not in the runs
-    by_task = {task: values_of(gate.metric, first, second, task) for task in tasks if task in first.items}
+    by_task = {task: values_of(gate.metric, first, second, task, tie=gate.tie) for task in tasks if task in first.items}
     empty = [task for task in tasks if task not in by_task or not by_task[task].samples]
     if empty:
         note = f"{gate.metric} was not measured on {', '.join(empty)}"
@@ -84,8 +88,14 @@ def gate_result(gate: Gate, tasks: tuple[str, ...], first: Arm, second: Arm) -> 
             p_adjusted=estimate.p,
             first=means[0],
             second=means[1],
+            note=_of_ties(sum(values.ties for values in by_task.values()), gate.tie),
         )
     )
+
+
+def _of_ties(count: int, tie: float) -> str:
+    what = "first difference lies" if count == 1 else "first differences lie"
+    return f"{count} {what} between tokens at most {tie:g} nats apart and cost nothing" if count else ""
 
 
 def judged(result: GateResult) -> GateResult:

@@ -63,6 +63,13 @@ def agreement(first: Sequence[int], second: Sequence[int]) -> float:
     return 1.0 if at is None else at / max(len(first), len(second))
 
 
+def tied(one: Mapping[str, Any], other: Mapping[str, Any], tie: float) -> bool:
+    """Whether two records first differ where the likelier token leads by at most ``tie`` nats, above 0, in both."""
+    at = first_difference(one["output_ids"], other["output_ids"])
+    gaps = [None, None] if at is None else [_gap(one, at), _gap(other, at)]
+    return tie > 0 and all(gap is not None and gap <= tie for gap in gaps)
+
+
 def divergence(first: Arm, second: Arm) -> Divergence:
     """Over all samples that both runs answered."""
     n = identical = 0

@@ -30,6 +30,8 @@ class Gate:
         margin: The loss that is accepted: points of 100 for ``score`` and ``agreement``, nats for ``nll``.
         tasks: Whose mean of means is judged; empty for all tasks of the suite.
         scale: The most that ``nll`` of one sample is taken to change by, in nats, where no sample shows a change.
+        tie: Of ``agreement``: where the likelier of two tokens leads by at most so many nats in both runs, rounding
+            chooses between them, and a first difference there costs nothing. 0 excuses none.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Gate:
     margin: float
     tasks: tuple[str, ...] = ()
     scale: float = 1.0
+    tie: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse unknown metrics, and margins that accept nothing."""
@@ -44,6 +47,8 @@ class Gate:
             raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {self.metric!r}")
         if not self.margin > 0 or not self.scale > 0:
             raise ValueError(f"margin and scale must be positive, got {self.margin} and {self.scale}")
+        if self.tie and (self.metric != AGREEMENT or not self.tie > 0):
+            raise ValueError(f"tie must be positive, and of {AGREEMENT}, got {self.tie} of {self.metric}")
 
     @property
     def loss(self) -> float:

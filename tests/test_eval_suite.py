@@ -99,6 +99,8 @@ def test_a_file_of_yours_is_read() -> None:
         ("limit = 2", "generate = false\nscore = false", "generate or score must be true, got neither"),
         ("limit = 2", "score = false", "gate answers needs asking.score = true, got false"),
         ('metric = "nll"', 'metric = "bleu"', "metric must be one of score, nll, agreement, got 'bleu'"),
+        ('metric = "nll"', 'metric = "nll"\ntie = 0.1', "tie must be positive, and of agreement, got 0.1 of nll"),
+        ('metric = "nll"', 'metric = "agreement"\ntie = -1', "tie must be positive, and of agreement, got -1"),
         ("margin = 1", "margin = 0", "margin and scale must be positive, got 0.0 and 1.0"),
         ("margin = 1", "", "gates: .*margin"),
         ('tasks = ["needle"]\n', 'tasks = ["qasper"]\n', "gate answers: tasks must be of the suite, got qasper"),
