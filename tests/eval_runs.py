@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from assay.eval.arms import Arm, read_arm
+from assay.eval.compare import compare
+from assay.eval.comparison import Comparison
 from assay.eval.run_folder import SCHEMA, Item, RunFolder
 from assay.eval.scoring import score_run
 from assay.eval.settings import fingerprint
@@ -110,3 +112,13 @@ def with_losses(path: Path, losses: Mapping[str, Sequence[float]], **fields: Any
     """A run with these losses of gold answers, by task."""
     records = [answer(task, at, gold_nll=loss) for task, values in losses.items() for at, loss in enumerate(values)]
     return write_arm(path, records, **fields)
+
+
+def two(tmp_path: Path, before: Sequence[Record], after: Sequence[Record], **fields: Any) -> Comparison:
+    """Two runs of these records, compared."""
+    return compare([write_arm(tmp_path / "old", before, **fields), write_arm(tmp_path / "new", after, **fields)])
+
+
+def gate(comparison: Comparison, at: int = 0, pair: int = 0) -> Any:
+    """What one gate found of one pair of runs."""
+    return comparison.pairs[pair].gates[at]
