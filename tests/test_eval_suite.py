@@ -37,7 +37,15 @@ def made(old: str = "", new: str = "") -> dict[str, Any]:
 
 
 def test_the_suites_of_the_project_are_these() -> None:
-    assert suite_names() == ["embedded", "gsm8k-full", "longbench-full", "longbench-mini", "longbench-six", "smoke"]
+    assert suite_names() == [
+        "embedded",
+        "embedded-chinese",
+        "gsm8k-full",
+        "longbench-full",
+        "longbench-mini",
+        "longbench-six",
+        "smoke",
+    ]
     full, six = load_suite("longbench-full"), load_suite("longbench-six")
     counted = {
         name: sum(find_task(task).num_samples or 0 for task in suite.tasks)
