@@ -65,4 +65,9 @@ def _begin(prepare: Callable[[], Judge]) -> None:
 def _judge_case(case: Case) -> list[Record]:
     if _judge is None:
         raise RuntimeError("the process must have been prepared")
-    return _judge(case)
+    try:
+        return _judge(case)
+    finally:
+        # what the allocator keeps for its next case, a process beside this one lacks
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()

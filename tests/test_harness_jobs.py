@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from assay.harness import session
+from assay.harness import jobs, session
 from assay.harness.case import Case
 from assay.harness.jobs import Judge, default_jobs, side_by_side
 from assay.harness.options import CheckOptions
@@ -56,6 +56,24 @@ def test_records_come_in_the_order_of_the_cases() -> None:
 def test_a_process_that_dies_is_not_passed_over() -> None:
     with pytest.raises(BrokenProcessPool):
         list(side_by_side(dying, CASES, 1))
+
+
+def broken(case: Case) -> list[Record]:
+    """A judge that does not get to a verdict."""
+    raise RuntimeError(case.family)
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_memory_of_a_device_is_given_back_after_each_case(monkeypatch: pytest.MonkeyPatch, started: bool) -> None:
+    given: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: started)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(True))
+    monkeypatch.setattr(jobs, "_judge", counting())
+    jobs._judge_case(CASES[0])
+    monkeypatch.setattr(jobs, "_judge", broken)
+    with pytest.raises(RuntimeError, match="diffuse"):
+        jobs._judge_case(CASES[0])
+    assert given == [True, True] * started
 
 
 def lines(folder: Path) -> list[tuple[Any, ...]]:
