@@ -68,6 +68,18 @@ def test_a_selection_is_served_by_kernels(folder: Path, selection: str, scores: 
     assert off(made(folder, **GEOMETRY, **DEVICE, **rule, budget="64"), exact) < 2 * eager + 1e-3
 
 
+def test_decoding_over_latent_rows_is_no_farther_off_than_over_expanded_ones(folder: Path) -> None:
+    # with a selection, targets are decoded; a budget that holds every prompt leaves the model what it is
+    rule = {"attention": "mla_prefill", "chunk": "64", "selection": "snapkv", "budget": "256"}
+    exact = values(scored(made(folder, **GEOMETRY, **rule), LONG, TARGETS))
+    absorbed = made(folder, **GEOMETRY, **DEVICE, **rule, decode="absorbed")
+    plain = made(folder, **GEOMETRY, **DEVICE, **rule)
+    assert off(absorbed, exact) < 2 * off(plain, exact) + 1e-3
+    assert scored(absorbed, LONG, TARGETS)[1].kernel_calls["decode/absorbed"] == 2
+    answers = (generated(model, LONG, min_new_tokens=6) for model in (absorbed, plain))
+    assert len({tuple(one.ids for one in some) for some in answers}) == 1
+
+
 def test_linear_layers_are_served_by_kernels(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the extra `model` is not installed")
     sizes = {"hidden_size": 256, "linear_head_dim": 128, "max_position_embeddings": 512, "initializer_range": 0.06}

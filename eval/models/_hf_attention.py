@@ -18,8 +18,9 @@ from torch import Tensor
 
 from ...optimized.mla_prefill import MlaShape
 from ..extras import require
+from ._hf_absorbed import ABSORBED, absorbed_attention
 from ._hf_exact_scores import TopkRule
-from ._hf_latent import LatentRows, PrefillStep, latent_layers, latent_shape
+from ._hf_latent import LatentRows, PrefillStep, latent_layers, latent_shape, up_projection
 from ._hf_packed import PackedStep, check_plain
 from ._hf_selection import Observed, Selection
 from ._hf_topk import TOPK_KERNELS, TopkStep
@@ -39,8 +40,9 @@ class Attention:
     """Serves the attention of one model.
 
     Attributes:
-        kernel: Of ``KERNELS``: what serves a prefill. A token that is decoded goes the plain way.
-        plain: Of ``PLAIN``.
+        kernel: Of ``KERNELS``: what serves a prefill.
+        plain: Of ``PLAIN``: what serves the rest.
+        absorbed: Whether tokens are decoded over latent rows, and not the plain way.
         seam: Where the operation is called, if the kernel is one of the house.
     """
 
@@ -50,6 +52,7 @@ class Attention:
         kernel: str,
         *,
         plain: str,
+        decode: str = "",
         chunk: int,
         provider: str,
         own_kernel: str = "",
@@ -62,6 +65,7 @@ class Attention:
             network: The model.
             kernel: Of ``KERNELS``.
             plain: What serves where the kernel does not.
+            decode: ``absorbed`` decodes over latent rows, which ``plain`` expands for every token.
             chunk: Most history tokens that ``mla_prefill`` expands at once.
             provider: Of ``attention``, of the partial attention of ``mla_prefill``, or implementation of the kernel.
             own_kernel: That takes the place of the house in the operation ``kernel``.
@@ -80,18 +84,22 @@ class Attention:
             )
         if own_kernel and kernel in PLAIN:
             raise ValueError(f"a kernel of yours needs attention to be {ATTENTION} or {MLA_PREFILL}, got {kernel}")
+        if decode not in ("", ABSORBED) or (decode and plain != "eager"):
+            got = f"{decode or 'none'} beside {plain}"
+            raise ValueError(f"decode must be {ABSORBED}, beside eager attention, or none, got {got}")
         if (topk is not None) != (kernel in TOPK_KERNELS):
             raise ValueError(f"topk goes with {' and '.join(TOPK_KERNELS)} and no other attention, got {kernel}")
         if selection is not None and (kernel != MLA_PREFILL or own_kernel):
             raise ValueError(f"selection needs the scores of {MLA_PREFILL} of the house, got {own_kernel or kernel}")
         self.kernel, self.plain, self.selection = kernel, plain, selection
+        self.absorbed = decode == ABSORBED
         self.seam = None if kernel in PLAIN else Seam(kernel, own_kernel)
         self._chunk, self._provider, self._topk = chunk, provider, topk
         self._stage = PREFILL
         self._step: PrefillStep | TopkStep | PackedStep | None = None
         self._observed: Observed | None = None
         self._calls: Counter[str] = Counter()
-        self._shape = self._leave_latent(network) if kernel in LATENT else None
+        self._shape = self._leave_latent(network) if kernel in LATENT or self.absorbed else None
         transformers = require("transformers", extra="model")
         name = f"assay_{plain}_{next(_numbers)}"
         masks = require("transformers.masking_utils", extra="model").ALL_MASK_ATTENTION_FUNCTIONS
@@ -119,7 +127,7 @@ class Attention:
         self._stage = PREFILL
         if self.kernel == ATTENTION:
             self._step = PackedStep.of(pads, start, stop, like.device, self._provider)
-        elif self._shape is not None:
+        elif self._shape is not None and self.kernel in LATENT:
             self._step = self._latent_step(self._shape, LatentRows.of(pads, start, stop, like.device), like.dtype)
 
     def keep_selected(self, cache: Any, mask: Tensor) -> Tensor:
@@ -182,6 +190,10 @@ class Attention:
                 name = f"{name}/{step.implementation}"
             self._calls[f"{self._stage}/{name}"] += 1
             return out, None
+        if self._shape is not None and self._decodes_absorbed():
+            self._calls[f"{self._stage}/{ABSORBED}"] += 1
+            weight, scale = up_projection(module, self._shape), float(options["scaling"])
+            return absorbed_attention(query, key, value, weight, attention_mask, scale=scale, shape=self._shape), None
         if self.plain == "eager":
             function = sys.modules[type(module).__module__].eager_attention_forward
         else:
@@ -191,18 +203,23 @@ class Attention:
         return out, weights
 
     def _leave_latent(self, network: Any) -> MlaShape:
-        """Have every layer hand over its latents while a step is planned; return the sizes of a layer."""
-        layers = latent_layers(network, self.kernel)
+        """Have every layer hand over its latents where they are served as they are; return the sizes of a layer."""
+        layers = latent_layers(network, self.kernel if self.kernel in LATENT else f"{ABSORBED} decoding")
         shape, like = latent_shape(layers), next(network.parameters())
-        # a kernel that does not serve says so now, and not at the first sample
-        self._latent_step(shape, LatentRows.of([0], 0, 1, like.device), like.dtype)
+        if self.kernel in LATENT:
+            # a kernel that does not serve says so now, and not at the first sample
+            self._latent_step(shape, LatentRows.of([0], 0, 1, like.device), like.dtype)
         for layer in layers:
             layer.expand_kv = self._expansion(layer.expand_kv)
         return shape
 
     def _expansion(self, expand: Any) -> Any:
         def expand_kv(kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-            expanded: tuple[Tensor, Tensor] = expand(kv_nope, k_rot) if self._step is None else (kv_nope, k_rot)
+            served = isinstance(self._step, PrefillStep | TopkStep) or self._decodes_absorbed()
+            expanded: tuple[Tensor, Tensor] = (kv_nope, k_rot) if served else expand(kv_nope, k_rot)
             return expanded
 
         return expand_kv
+
+    def _decodes_absorbed(self) -> bool:
+        return self.absorbed and self._stage == DECODE

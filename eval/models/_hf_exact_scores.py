@@ -95,13 +95,15 @@ def _by_probability(
     requests = zip(q.split(rows.query_lens), rows.table, rows.context_lens, strict=True)
     for queries, slots, context in requests:
         keys = latent[slots[:context]].to(wide)
-        positions = torch.arange(context, device=q.device)
-        own = positions[context - len(queries) :]
+        first = context - len(queries)
         size = max(1, BLOCK_BYTES // (heads * context * wide.itemsize))
-        for some, at in zip(queries.split(size), own.split(size), strict=True):
-            absorbed = absorbed_queries(some.to(wide), weight.to(wide), shape)
-            future = positions > at[:, None]
-            logits = scale * torch.einsum("nhd,md->nhm", absorbed, keys)
+        for begin in range(0, len(queries), size):
+            absorbed = absorbed_queries(queries[begin : begin + size].to(wide), weight.to(wide), shape)
+            # keys behind the last query of a block are hidden from all of it
+            own = torch.arange(first + begin, first + begin + len(absorbed), device=q.device)
+            seen = keys[: first + begin + len(absorbed)]
+            future = torch.arange(len(seen), device=q.device) > own[:, None]
+            logits = scale * torch.einsum("nhd,md->nhm", absorbed, seen)
             mass = logits.masked_fill(future[:, None], -torch.inf).softmax(dim=-1).sum(dim=1)
             found.append(best_keys(mass.masked_fill(future, -torch.inf), topk)[0])
     return torch.cat(found)

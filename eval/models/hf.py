@@ -32,6 +32,7 @@ def load(
     *,
     attention: str = "eager",
     plain: str = "eager",
+    decode: str = "",
     rope_frequencies: str = "",
     geometry: str = "",
     chunk: str = "256",
@@ -59,6 +60,8 @@ def load(
         attention: What serves a prefill: ``eager``, ``sdpa``, ``attention``, ``mla_prefill``, or, where a query looks
             at its ``topk`` alone, ``masked_mha`` or ``sparse_mla``.
         plain: What serves decoding where the attention is no plain one: ``eager`` or ``sdpa``.
+        decode: ``absorbed`` decodes over the latent rows of the cache, and not the plain way, which expands all of them
+            for every token. It takes the masks of eager attention, so ``plain`` and ``attention`` must not be ``sdpa``.
         rope_frequencies: A Llama is converted to latent attention with so many frequencies that keep RoPE; ``none``
             converts nothing. Without it ``smollm2`` is converted with 24, and no other model is.
         geometry: A Llama is converted to latent attention of these sizes, ``R/Dn/Dr/Dv``, or ``deepseek`` for
@@ -112,7 +115,7 @@ def load(
         "weights_sha256": digest(network),
         **({"rope_frequencies": None} if form is None else form.describe()),
         "attention": attention,
-        "decode": plain if served else attention,
+        "decode": decode or (plain if served else attention),
         "step": size,
         "dtype": dtype,
         "device": torch.device(device).type,
@@ -123,6 +126,7 @@ def load(
         network,
         attention,
         plain=plain if served else attention,
+        decode=decode,
         chunk=width,
         provider=provider,
         own_kernel=kernel,
