@@ -21,13 +21,14 @@ from assay.harness.operation import CaseRequest
 from assay.harness.operations import _indexer_gates as own_gates
 from assay.harness.operations._indexer_gates import IndexOracle, judge_index, keeps_whole_numbers
 from assay.harness.operations._indexer_values import EXACT_FAMILIES
-from assay.harness.operations.indexer import OPERATION
+from assay.harness.operations.indexer import OPERATION, reversed_requests
 from assay.harness.plan import DTYPES
 from assay.harness.plugin import kernel
 from assay.harness.record import Verdict
 from assay.harness.runner import run_case
 from assay.harness.shrink import shrink
 from assay.harness.snippet import snippet
+from assay.harness.worker import isolated
 from assay.reference.indexer import best_keys
 
 CPU = torch.device("cpu")
@@ -289,6 +290,57 @@ def test_contents_of_the_other_sign_change_the_lists_of_every_case_that_says_so(
         for name in ("q", "k", "weights"):
             arguments[name].mul_(-0.5)
         assert not torch.equal(CLEAN(**arguments)[0], before), case.id
+
+
+TURNED: dict[str, Any] = {"query_lens": [4, 0, 3, 7], "key_lens": [20, 6, 3, 11]}
+
+
+@pytest.mark.parametrize("name", ["query_offsets_known_by_address", "key_offsets_known_by_address"])
+def test_a_kernel_that_knows_offsets_by_their_address_is_found(name: str) -> None:
+    (fault,) = (one for one in load("indexer")[0] if one.name == name)
+    wrong, case = wrap_function(fault.function, OPERATION), case_of(**TURNED)
+    record = run_case(OPERATION, wrong, case, CPU)
+    assert (record.verdict, record.text) == (Verdict.METAMORPHIC, "permute requests: G3 list, inf x its limit")
+    # nothing is wrong with the requests as they come, which is all that other families ask for
+    assert run_case(OPERATION, wrong, replace(case, family="positive"), CPU).verdict is Verdict.PASS
+    with isolated(OPERATION, f"assay.harness.faults.indexer:{name}", CPU, timeout=60) as worker:
+        assert worker.run_case(case).text == record.text
+
+
+@pytest.mark.parametrize("layout", ["packed", "strided", "heads-first"])
+def test_reversed_requests_lie_where_they_lay_and_have_the_same_lists(layout: str) -> None:
+    case, calls = case_of(layout=layout, **TURNED), []
+
+    def noting(**arguments: Any) -> Any:
+        tensors = {name: value.clone() for name, value in arguments.items() if isinstance(value, Tensor)}
+        calls.append((tensors, {name: (arguments[name].data_ptr(), arguments[name].stride()) for name in tensors}))
+        return CLEAN(**arguments)
+
+    assert run_case(OPERATION, wrap_function(noting, OPERATION), case, CPU).verdict is Verdict.PASS
+    (first, where), (last, where_last) = calls[0], calls[-1]
+    assert where_last == where
+    assert last["cu_seqlens_q"].tolist() == [0, 7, 10, 10, 14]
+    assert last["cu_seqlens_k"].tolist() == [0, 11, 14, 20, 40]
+    for name, cuts in (("q", (7, 4)), ("weights", (7, 4)), ("k", (29, 26, 20))):
+        parts = first[name].tensor_split(sorted(cuts))[::-1]
+        assert torch.equal(last[name].nan_to_num(nan=7.0), torch.cat(parts).nan_to_num(nan=7.0))
+    turned, moved = reversed_requests(case, OPERATION.inputs(case, CPU).arguments)
+    assert (turned.sizes["query_lens"], turned.sizes["key_lens"]) == ([7, 3, 0, 4], [11, 3, 6, 20])
+    plain = CLEAN(**OPERATION.inputs(case, CPU).arguments)
+    for one, other in zip(CLEAN(**moved), plain, strict=True):
+        assert torch.equal(one, torch.cat([other[7:], other[4:7], other[:4]]))
+
+
+def test_a_promise_of_batch_invariance_is_held_in_bits() -> None:
+    def placed(**arguments: Any) -> Any:
+        keys, scores = CLEAN(**arguments)
+        # one roundoff more where the first request has seven queries
+        return keys, scores * (1 + 2.0**-23 * (int(arguments["cu_seqlens_q"][1]) == 7))
+
+    invariant = kernel(contract=PLAIN.promising(batch_invariant=True))(lambda **arguments: placed(**arguments))
+    record = run_case(OPERATION, wrap_function(invariant, OPERATION), case_of(**TURNED), CPU)
+    assert (record.verdict, record.text) == (Verdict.METAMORPHIC, "bits depend on the order of the requests")
+    assert run_case(OPERATION, wrap_function(placed, OPERATION), case_of(**TURNED), CPU).verdict is Verdict.PASS
 
 
 @pytest.mark.parametrize("null", NULL_KERNELS, ids=lambda null: null.__name__)

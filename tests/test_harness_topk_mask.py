@@ -20,13 +20,14 @@ from assay.harness.operation import CaseRequest
 from assay.harness.operations._sizes import checked_sizes
 from assay.harness.operations._topk_mask_gates import judge_mask
 from assay.harness.operations._topk_mask_lists import FIRST, drawn_lists
-from assay.harness.operations.topk_mask import OPERATION, key_bounds
+from assay.harness.operations.topk_mask import OPERATION, REARRANGED, key_bounds, reversed_requests
 from assay.harness.plan import DTYPES
 from assay.harness.plugin import Unsupported, kernel
 from assay.harness.record import Verdict
 from assay.harness.runner import run_case
 from assay.harness.shrink import shrink
 from assay.harness.snippet import snippet
+from assay.harness.worker import isolated
 from assay.optimized.topk_mask import MAX_MASK_BYTES, mask_bytes
 from assay.reference.topk_mask import selected_keys, topk_mask
 
@@ -274,6 +275,87 @@ def test_lists_that_move_up_by_one_change_the_mask_of_every_case_that_says_so() 
         indices = arguments["indices"]
         indices.add_((indices >= 0) & (indices < INT32.max))
         assert not torch.equal(OPERATION.oracle(case, arguments).mask, before)
+
+
+TURNED = {"query_lens": [5, 0, 3, 18], "context_lens": [40, 9, 70, 101], "chunk_start": 17, "chunk_size": 60}
+
+
+@pytest.mark.parametrize("name", ["offsets", "lengths", "first_keys"])
+def test_a_kernel_that_knows_a_table_by_its_address_is_found(name: str) -> None:
+    (fault,) = (one for one in load("topk_mask")[0] if one.name == f"{name}_known_by_address")
+    case = case_of("late", **TURNED)
+    found, text = verdict(fault.function, case)
+    assert found is Verdict.METAMORPHIC
+    assert text.startswith("permute requests: G3 ma")
+    # nothing is wrong with the requests as they come, which is all that other families ask for
+    assert verdict(fault.function, replace(case, family="full"))[0] is Verdict.PASS
+
+
+def test_it_is_found_in_a_process_of_its_own() -> None:
+    spec = "assay.harness.faults.topk_mask:lengths_known_by_address"
+    with isolated(OPERATION, spec, CPU, timeout=60) as worker:
+        record = worker.run_case(case_of("late", **TURNED))
+    assert (record.verdict, record.text) == (Verdict.METAMORPHIC, "permute requests: G3 mask, inf x its limit")
+
+
+@pytest.mark.parametrize("layout", ["packed", "strided", "columns"])
+def test_reversed_requests_lie_where_they_lay_and_have_the_same_rows(layout: str) -> None:
+    case, calls = case_of("late", layout=layout, **TURNED), []
+
+    def noting(**arguments: Any) -> Any:
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        calls.append({name: (value.data_ptr(), value.stride(), value.tolist()) for name, value in tensors.items()})
+        return CLEAN(**arguments)
+
+    assert verdict(noting, case)[0] is Verdict.PASS
+    first, last = calls[0], calls[-1]
+    assert [last[name][:2] for name in last] == [first[name][:2] for name in first]
+    assert [last[name][2] for name in ("cu_seqlens_q", "key_lens", "key_starts")] == [
+        [0, 18, 21, 21, 26],
+        [60, 51, 0, 23],
+        [20, 19, 18, 17],
+    ]
+    lists = drawn_lists(case, CPU).tolist()
+    assert last["indices"][2] == lists[8:] + lists[5:8] + lists[:5]
+
+
+def test_a_reversed_case_describes_what_is_asked() -> None:
+    case = case_of("late", **TURNED)
+    turned, moved = reversed_requests(case, OPERATION.inputs(case, CPU).arguments)
+    assert (turned.sizes["query_lens"], turned.sizes["context_lens"]) == ([18, 3, 0, 5], [101, 70, 9, 40])
+    assert key_bounds(turned) == ([20, 19, 18, 17], [60, 51, 0, 23]) == tuple(x[::-1] for x in key_bounds(case))
+    mask, held = CLEAN(**moved)
+    assert [tuple(mask.shape), tuple(held.shape)] == [one.shape for one in OPERATION.outline(turned).results]
+    assert key_bounds(reversed_requests(turned, moved)[0]) == key_bounds(case)
+    whole = case_of("late", query_lens=[1, 2], context_lens=[9, 40])
+    turned, moved = reversed_requests(whole, OPERATION.inputs(whole, CPU).arguments)
+    assert moved["key_starts"] is None
+    assert key_bounds(turned) == ([0, 0], [40, 9])
+
+
+def test_a_promise_of_batch_invariance_is_held_in_bits() -> None:
+    def placed(**arguments: Any) -> Any:
+        mask, held = CLEAN(**arguments)
+        mask[0, 0] ^= int(arguments["key_lens"][0]) == 60
+        return mask, held
+
+    case, promise = case_of("late", **TURNED), Contract(p="fp32", out="fp32", batch_invariant=True)
+    invariant = kernel(contract=promise)(lambda **arguments: placed(**arguments))
+    assert verdict(invariant, case) == (Verdict.METAMORPHIC, "bits depend on the order of the requests")
+    assert verdict(placed, case) == (Verdict.METAMORPHIC, "permute requests: G3 mask, inf x its limit")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_seed_has_requests_whose_tables_change_with_their_order(seed: int) -> None:
+    cases = OPERATION.cases(CaseRequest(tier="smoke", seed=seed, dtypes=DTYPES))
+    changed = set[str]()
+    for case in cases if seed else SMOKE:
+        if case.family in REARRANGED and len(case.sizes["query_lens"]) > 1:
+            arguments = OPERATION.inputs(case, CPU).arguments
+            moved = reversed_requests(case, arguments)[1]
+            names = (name for name in ("cu_seqlens_q", "key_lens", "key_starts") if arguments[name] is not None)
+            changed |= {name for name in names if not torch.equal(moved[name], arguments[name])}
+    assert changed == {"cu_seqlens_q", "key_lens", "key_starts"}
 
 
 @pytest.mark.parametrize("null", NULL_KERNELS, ids=lambda null: null.__name__)

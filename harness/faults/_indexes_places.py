@@ -9,7 +9,7 @@ from ..record import Verdict
 from . import planted
 from ._indexes import Lists, index_twin, requests
 from ._indexes_lists import later_of_equal_first
-from ._memory import CallCounter, sixteen_requests
+from ._memory import CallCounter, TableByAddress, sixteen_requests
 
 OP = "indexer"
 NUMERIC, STRUCTURE, NONFINITE = Verdict.NUMERIC, Verdict.STRUCTURE, Verdict.NONFINITE
@@ -143,3 +143,20 @@ _REMEMBERED = _ByAddress()
 def lists_remembered_by_address(**arguments: Any) -> Lists:
     """Queries that changed in place are given the lists of the old ones."""
     return _REMEMBERED(arguments)
+
+
+_QUERIES, _KEYS = TableByAddress(), TableByAddress()
+
+
+@planted(OP, Verdict.METAMORPHIC, source="plans kept by the address of the offsets of queries")
+def query_offsets_known_by_address(**arguments: Any) -> Lists:
+    """Offsets of queries are read once for every place in memory."""
+    offsets, others = arguments["cu_seqlens_q"], arguments["cu_seqlens_k"]
+    return index_twin({**arguments, "cu_seqlens_q": _QUERIES(offsets, offsets.diff(), others.diff())})
+
+
+@planted(OP, Verdict.METAMORPHIC, source="plans kept by the address of the offsets of keys")
+def key_offsets_known_by_address(**arguments: Any) -> Lists:
+    """Offsets of keys are read once for every place in memory."""
+    offsets, others = arguments["cu_seqlens_k"], arguments["cu_seqlens_q"]
+    return index_twin({**arguments, "cu_seqlens_k": _KEYS(offsets, offsets.diff(), others.diff())})

@@ -18,7 +18,7 @@ from ._masks import (
     rows,
     words_of,
 )
-from ._memory import CallCounter, sixteen_requests
+from ._memory import CallCounter, TableByAddress, sixteen_requests
 
 OP = "topk_mask"
 NUMERIC, STRUCTURE, NONDETERMINISTIC = Verdict.NUMERIC, Verdict.STRUCTURE, Verdict.NONDETERMINISTIC
@@ -211,6 +211,32 @@ _REMEMBERED = _ByAddress()
 def lists_remembered_by_address(**arguments: Any) -> Returned:
     """Lists that changed in place give the mask of the old ones."""
     return _REMEMBERED(arguments)
+
+
+_OFFSETS, _COUNTS, _STARTS = TableByAddress(), TableByAddress(), TableByAddress()
+
+
+@planted(OP, Verdict.METAMORPHIC, source="plans kept by the address of the offsets")
+def offsets_known_by_address(**arguments: Any) -> Returned:
+    """Offsets of queries are read once for every place in memory."""
+    offsets = arguments["cu_seqlens_q"]
+    return mask_twin({**arguments, "cu_seqlens_q": _OFFSETS(offsets, offsets.diff(), arguments["key_lens"])})
+
+
+@planted(OP, Verdict.METAMORPHIC, source="plans kept by the address of the lengths")
+def lengths_known_by_address(**arguments: Any) -> Returned:
+    """Numbers of keys are read once for every place in memory."""
+    lens = arguments["key_lens"]
+    return mask_twin({**arguments, "key_lens": _COUNTS(lens, lens, arguments["cu_seqlens_q"].diff())})
+
+
+@planted(OP, Verdict.METAMORPHIC, source="plans kept by the address of the first keys")
+def first_keys_known_by_address(**arguments: Any) -> Returned:
+    """The keys with which chunks begin are read once for every place in memory."""
+    starts = arguments["key_starts"]
+    if starts is None:
+        return mask_twin(arguments)
+    return mask_twin({**arguments, "key_starts": _STARTS(starts, starts, arguments["key_lens"])})
 
 
 @planted(OP, NUMERIC, source="tables sized for a fixed number of requests")

@@ -94,6 +94,20 @@ class Previous:
         return last if last is not None and fits else tuple(torch.empty_like(result) for result in fresh)
 
 
+class TableByAddress:
+    """A table of the batch that is read once for every place in memory, as part of a plan."""
+
+    def __init__(self) -> None:
+        """No place is known yet."""
+        self._seen: dict[tuple[Any, ...], Tensor] = {}
+
+    def __call__(self, table: Tensor, *sizes: Tensor) -> Tensor:
+        """What lay there first, of the batches whose requests have these sizes in some order."""
+        # another batch is read anew: an earlier case that lay there must have no say
+        key = (table.data_ptr(), table.dtype, *(tuple(sorted(one.tolist())) for one in sizes))
+        return self._seen.setdefault(key, table.clone())
+
+
 class CallCounter:
     """How often a fault ran: what stands in for the order in which threads arrive."""
 

@@ -1,6 +1,7 @@
 """The operation ``indexer``: for each query the keys of the highest index scores, with those scores."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,12 +11,14 @@ from ...optimized.indexer import IndexerShape, indexer, plan_indexer
 from ..answers import Answer
 from ..case import Case
 from ..contract import Contract
-from ..operation import CaseRequest, Inputs, Judged, Kernel, Outline, Result
+from ..metamorphic.rearranged import Rearranged
+from ..operation import Ask, CaseRequest, Inputs, Judged, Kernel, Outline, Result
 from ..poison import Ledger
 from ..providers import interpreted_tiles_refusal
 from ._indexer_cases import LAYOUTS, indexer_cases
 from ._indexer_gates import IndexOracle, index_oracle, judge_index
 from ._indexer_values import CLUSTER, EXACT_FAMILIES, drawn_values
+from ._reversed_requests import ask_permuted, moved_rows, put_back, reversed_offsets, reversed_rows
 
 # elements behind each row that are none of it, in the strided layout
 BESIDE = 5
@@ -23,6 +26,8 @@ BESIDE = 5
 CERTAIN = 64
 # dimensions below which a query of whole numbers may well be 0
 FEW = 16
+# another order of requests is about layout, not values: one family is asked for it
+REARRANGED = ("diffuse",)
 
 
 class Indexer:
@@ -72,6 +77,14 @@ class Indexer:
         """See ``_indexer_gates``."""
         return judge_index(oracle, answer, contract, exact=case.family in EXACT_FAMILIES)
 
+    def ask_again(
+        self, case: Case, arguments: dict[str, Any], ask: Ask, first: Answer, contract: Contract
+    ) -> Rearranged | None:
+        """The requests in reverse order, with the offsets of queries and keys; see ``_reversed_requests``."""
+        if case.family not in REARRANGED or len(case.sizes["query_lens"]) == 1:
+            return None
+        return ask_permuted(lambda: _permuted(case, arguments, ask), first, contract)
+
     def default_contract(self, case: Case) -> Contract:
         """Inputs are taken as they are; products, sums and scores are float32."""
         return Contract(p="fp32", out="fp32")
@@ -79,6 +92,24 @@ class Indexer:
     def kernels(self) -> list[Kernel]:
         """Either implementation."""
         return [_kernel("torch"), _kernel("triton")]
+
+
+def reversed_requests(case: Case, arguments: dict[str, Any]) -> tuple[Case, dict[str, Any]]:
+    """The case and its arguments with the last request first."""
+    sizes, device = case.sizes, arguments["q"].device
+    turned = {name: sizes[name][::-1] for name in ("query_lens", "key_lens")}
+    queries, keys = (reversed_rows(sizes[name], device) for name in turned)
+    moved = {
+        name: moved_rows(arguments[name], rows) for name, rows in (("q", queries), ("weights", queries), ("k", keys))
+    }
+    moved |= {name: reversed_offsets(arguments[name]) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    return replace(case, sizes=sizes | turned), arguments | moved
+
+
+def _permuted(case: Case, arguments: dict[str, Any], ask: Ask) -> Answer:
+    """The answer to the requests in reverse order, put back; positions are those within a request."""
+    rows = reversed_rows(case.sizes["query_lens"], arguments["q"].device)
+    return tuple(put_back(part, rows) for part in ask(*reversed_requests(case, arguments)))
 
 
 def _visible(case: Case) -> int:

@@ -1,6 +1,7 @@
 """The operation ``topk_mask``: the keys that each query has selected, one bit a key, and which tiles hold any bit."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,8 +10,10 @@ from ...optimized.topk_mask import MAX_MASK_BYTES, mask_bytes, plan_topk_mask, t
 from ..answers import Answer
 from ..case import Case
 from ..contract import Contract
-from ..operation import CaseRequest, Inputs, Judged, Kernel, Outline, Result
+from ..metamorphic.rearranged import Rearranged
+from ..operation import Ask, CaseRequest, Inputs, Judged, Kernel, Outline, Result
 from ..poison import Ledger
+from ._reversed_requests import ask_permuted, moved_rows, put_back, reversed_offsets, reversed_rows
 from ._topk_mask_cases import LAYOUTS, topk_mask_cases
 from ._topk_mask_gates import MaskOracle, judge_mask, mask_oracle
 from ._topk_mask_lists import drawn_lists
@@ -19,6 +22,8 @@ from ._topk_mask_lists import drawn_lists
 BESIDE = 3
 # a row of the interpreted kernel takes a millisecond
 INTERPRETED_ROWS = 300
+# another order of requests is about layout, not values: one family is asked for it, of which every seed has chunks
+REARRANGED = ("late",)
 
 
 class TopkMask:
@@ -70,6 +75,14 @@ class TopkMask:
         """See ``_topk_mask_gates``."""
         return judge_mask(oracle, answer)
 
+    def ask_again(
+        self, case: Case, arguments: dict[str, Any], ask: Ask, first: Answer, contract: Contract
+    ) -> Rearranged | None:
+        """The requests in reverse order, with their lengths, offsets and first keys; see ``_reversed_requests``."""
+        if case.family not in REARRANGED or len(case.sizes["query_lens"]) == 1:
+            return None
+        return ask_permuted(lambda: _permuted(case, arguments, ask), first, contract)
+
     def default_contract(self, case: Case) -> Contract:
         """Nothing is rounded; what is left of a contract is how a kernel behaves."""
         return Contract(p="fp32", out="fp32")
@@ -84,9 +97,33 @@ def key_bounds(case: Case) -> tuple[list[int], list[int]]:
     sizes, size = case.sizes, case.sizes["chunk_size"]
     if sizes["chunk_start"] == 0:
         return [0] * len(sizes["context_lens"]), [min(m, size) if size else m for m in sizes["context_lens"]]
-    starts = [sizes["chunk_start"] + request for request in range(len(sizes["context_lens"]))]
+    # of reversed requests each chunk begins a key earlier
+    step = sizes.get("chunk_step", 1)
+    starts = [sizes["chunk_start"] + step * request for request in range(len(sizes["context_lens"]))]
     left = [max(0, m - start) for start, m in zip(starts, sizes["context_lens"], strict=True)]
     return starts, [min(count, size) if size else count for count in left]
+
+
+def reversed_requests(case: Case, arguments: dict[str, Any]) -> tuple[Case, dict[str, Any]]:
+    """The case and its arguments with the last request first."""
+    sizes, indices = case.sizes, arguments["indices"]
+    turned = {name: sizes[name][::-1] for name in ("query_lens", "context_lens")}
+    if sizes["chunk_start"]:
+        turned |= {"chunk_start": key_bounds(case)[0][-1], "chunk_step": -sizes.get("chunk_step", 1)}
+    moved: dict[str, Any] = {"indices": moved_rows(indices, reversed_rows(sizes["query_lens"], indices.device))}
+    moved["cu_seqlens_q"] = reversed_offsets(arguments["cu_seqlens_q"])
+    for name in ("key_lens", "key_starts"):
+        moved[name] = None if arguments[name] is None else arguments[name].flip(0)
+    return replace(case, sizes=sizes | turned), arguments | moved
+
+
+def _permuted(case: Case, arguments: dict[str, Any], ask: Ask) -> Answer:
+    """The answer to the requests in reverse order, rows and tiles put back."""
+    lens, tile = case.sizes["query_lens"], case.sizes["tile_queries"]
+    # each request begins a tile of its own
+    counts = [lens, [-(-n // tile) for n in lens]] if tile else [lens]
+    found = ask(*reversed_requests(case, arguments))
+    return tuple(put_back(part, reversed_rows(own, part.device)) for part, own in zip(found, counts, strict=True))
 
 
 def _follows(case: Case) -> bool:
