@@ -1,5 +1,6 @@
 """Faults of ``token_scores`` in who looks, and at what: windows, candidates, slots, memory."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,9 +10,11 @@ from torch import Tensor
 from ..record import Verdict
 from . import planted
 from ._chunked import gather
+from ._memory import TableByAddress
 from ._windows import IDENTITIES, Window, candidates, eligible, token_scores_twin
 
 OP = "token_scores"
+INDICES = ("cu_seqlens", "slot_table", "request_rows", "context_lens")
 NUMERIC, NONFINITE, WRITE_SCOPE = Verdict.NUMERIC, Verdict.NONFINITE, Verdict.WRITE_SCOPE
 
 
@@ -162,3 +165,59 @@ def row_is_request_index(**arguments: Any) -> Tensor:
     """Request ``r`` reads row ``r`` of the slot table."""
     rows = torch.arange(len(arguments["request_rows"]), device=arguments["q"].device)
     return token_scores_twin({**arguments, "request_rows": rows})
+
+
+_TABLES: defaultdict[str, TableByAddress] = defaultdict(TableByAddress)
+
+
+def _remembering(arguments: Mapping[str, Any], *names: str) -> Tensor:
+    """The twin with some tables as they first were; queries that are none of the request's are not read."""
+    a = arguments
+    sizes = a["context_lens"], a["cu_seqlens"].diff(), a["slot_table"].flatten()
+    known = {name: _TABLES[name](a[name], *sizes) for name in names if a[name] is not None}
+    return token_scores_twin(
+        {**a, **known},
+        observed=lambda start, stop, queries, context: (max(start, context - queries), min(stop, context)),
+    )
+
+
+@planted(OP, Verdict.METAMORPHIC, source="plans kept by the address of the lengths")
+def plan_known_by_address(**arguments: Any) -> Tensor:
+    """All that describes the requests is read once for every place in memory."""
+    return _remembering(arguments, *INDICES, "query_ranges", "candidate_ranges")
+
+
+@planted(OP, Verdict.METAMORPHIC, source="plans kept by the address of the lengths")
+def offsets_known_by_address(**arguments: Any) -> Tensor:
+    """Offsets are read once for every place in memory."""
+    return _remembering(arguments, "cu_seqlens")
+
+
+@planted(OP, Verdict.METAMORPHIC, source="plans kept by the address of the lengths")
+def contexts_known_by_address(**arguments: Any) -> Tensor:
+    """Lengths of contexts are read once for every place in memory."""
+    return _remembering(arguments, "context_lens")
+
+
+@planted(OP, Verdict.METAMORPHIC, source="plans kept by the address of the ranges")
+def query_ranges_known_by_address(**arguments: Any) -> Tensor:
+    """Observed ranges are read once for every place in memory."""
+    return _remembering(arguments, "query_ranges")
+
+
+@planted(OP, Verdict.METAMORPHIC, source="plans kept by the address of the ranges")
+def candidate_ranges_known_by_address(**arguments: Any) -> Tensor:
+    """Ranges of candidates are read once for every place in memory."""
+    return _remembering(arguments, "candidate_ranges")
+
+
+@planted(OP, Verdict.METAMORPHIC, source="plans kept by the address of the tables")
+def rows_known_by_address(**arguments: Any) -> Tensor:
+    """The row of each request in the slot table is read once for every place in memory."""
+    return _remembering(arguments, "request_rows")
+
+
+@planted(OP, Verdict.METAMORPHIC, source="plans kept by the address of the tables")
+def slots_known_by_address(**arguments: Any) -> Tensor:
+    """The slot table is read once for every place in memory."""
+    return _remembering(arguments, "slot_table")

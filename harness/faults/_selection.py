@@ -9,6 +9,7 @@ from torch import Tensor
 from ...reference.token_selection import pool_scores
 from ..record import Verdict
 from . import planted, variant
+from ._memory import TableByAddress
 
 OP = "token_selection"
 NUMERIC = Verdict.NUMERIC
@@ -176,6 +177,23 @@ def always_one_more_than_nothing(**arguments: Any) -> Tensor:
     within = (a["context_lens"] <= a["budgets"])[:, None]
     short = torch.arange(kept.shape[1], device=kept.device) >= (a["context_lens"] // 2)[:, None]
     return kept.masked_fill(within & short, -1)
+
+
+_CONTEXTS, _BUDGETS = TableByAddress(), TableByAddress()
+
+
+@planted(OP, Verdict.METAMORPHIC, source="plans kept by the address of the lengths")
+def contexts_known_by_address(**arguments: Any) -> Tensor:
+    """Lengths of contexts are read once for every place in memory."""
+    contexts = arguments["context_lens"]
+    return select({**arguments, "context_lens": _CONTEXTS(contexts, contexts, arguments["budgets"])})
+
+
+@planted(OP, Verdict.METAMORPHIC, source="plans kept by the address of the budgets")
+def budgets_known_by_address(**arguments: Any) -> Tensor:
+    """Budgets are read once for every place in memory."""
+    budgets = arguments["budgets"]
+    return select({**arguments, "budgets": _BUDGETS(budgets, arguments["context_lens"], budgets)})
 
 
 @variant(OP)

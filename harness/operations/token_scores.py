@@ -13,8 +13,10 @@ from ..captures import Capture
 from ..case import Case
 from ..contract import PRECISION_OF_DTYPE, Contract
 from ..families import EXACT_FAMILIES
-from ..operation import CaseRequest, Inputs, Judged, Kernel, Outline, Result
+from ..metamorphic.rearranged import Rearranged
+from ..operation import Ask, CaseRequest, Inputs, Judged, Kernel, Outline, Result
 from ..providers import interpreted_tiles_refusal
+from ._reversed_requests import ask_permuted, moved_rows, reversed_offsets, reversed_rows
 from ._token_scores_cases import RANGES, captured_observations, token_scores_cases
 from ._token_scores_gates import INDICES, ScoreOracle, judge_scores, score_oracle
 from .mla_prefill import OPERATION as MLA_PREFILL
@@ -22,6 +24,8 @@ from .mla_prefill import OPERATION as MLA_PREFILL
 # of logits at -60000; a power of two, which rounds nothing
 RAISED = 2.0**-8
 TENSORS = ("q", "kv_c", "k_pe", "kv_b_proj")
+# another order of requests is about layout, not values: one family is asked for it
+REARRANGED = ("diffuse",)
 
 
 class TokenScores:
@@ -88,6 +92,14 @@ class TokenScores:
         """See ``_token_scores_gates``."""
         return judge_scores(oracle, answer[0], contract, exact=case.family in EXACT_FAMILIES)
 
+    def ask_again(
+        self, case: Case, arguments: dict[str, Any], ask: Ask, first: Answer, contract: Contract
+    ) -> Rearranged | None:
+        """The requests in reverse order, with all that describes them; see ``_reversed_requests``."""
+        if case.family not in REARRANGED or len(case.sizes["query_lens"]) == 1:
+            return None
+        return ask_permuted(lambda: _permuted(case, arguments, ask), first, contract)
+
     def default_contract(self, case: Case) -> Contract:
         """Keys, or absorbed queries, are rounded once to the dtype of the inputs; sums and scores are float32."""
         stored = PRECISION_OF_DTYPE[case.dtype]
@@ -121,6 +133,22 @@ def candidate_ranges(case: Case) -> list[list[int]]:
     if rule == "middle":
         return [[c // 4, c - c // 4] for c in lens]
     return [[c // 2, c // 2 + 1] if request % 2 == 0 else [c // 2, c // 2] for request, c in enumerate(lens)]
+
+
+def reversed_requests(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with the last request first, and the rows of the slot table one further."""
+    a, table = arguments, arguments["slot_table"]
+    rows = reversed_rows(a["cu_seqlens"].diff().tolist(), a["q"].device)
+    moved = {"q": moved_rows(a["q"], rows), "cu_seqlens": reversed_offsets(a["cu_seqlens"])}
+    moved |= {"slot_table": table.roll(1, 0), "request_rows": (a["request_rows"].flip(0) + 1) % len(table)}
+    names = ("context_lens", "query_ranges", "candidate_ranges")
+    return a | moved | {name: a[name].flip(0) for name in names if a[name] is not None}
+
+
+def _permuted(case: Case, arguments: dict[str, Any], ask: Ask) -> Answer:
+    """The answer to the requests in reverse order, put back."""
+    # ranges go by the number of a request: of a case in that order they would be others
+    return tuple(part.flip(0) for part in ask(case, reversed_requests(arguments)))
 
 
 def _most_candidates(case: Case) -> int:

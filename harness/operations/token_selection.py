@@ -12,14 +12,18 @@ from ..answers import Answer
 from ..batches import MANY, log_uniform
 from ..case import Case
 from ..contract import PRECISION_OF_DTYPE, Contract
-from ..operation import CaseRequest, Inputs, Judged, Kernel, Outline, Result
+from ..metamorphic.rearranged import Rearranged
+from ..operation import Ask, CaseRequest, Inputs, Judged, Kernel, Outline, Result
 from ..poison import Ledger
+from ._reversed_requests import ask_permuted, moved_rows, reversed_rows
 from ._token_selection_gates import SelectionOracle, judge_selection, selection_oracle
 
 # values of their own; few values, so that many are equal; -inf among numbers of all magnitudes; all below 0; all a few
 # units in the last place above 1
 FAMILIES = ("diffuse", "ties", "deep", "negative", "near")
 POOLINGS = (("max", 1), ("max", 5), ("avg", 5), ("avg", 3), ("max", 7))
+# another order of requests is about layout, not values: one family is asked for it
+REARRANGED = ("diffuse",)
 NIGHTLY_CASES = 40
 # sink, recent, and the part of a context that its budget holds
 WINDOWS = ((0, 0, 0.5), (4, 8, 0.25), (1, 0, 0.7), (0, 3, 0.1))
@@ -110,6 +114,14 @@ class TokenSelection:
         # sums of few small multiples of 1/2 are exact in every dtype, and their means as different as they are
         return judge_selection(oracle, answer[0], contract, exact=case.family == "ties")
 
+    def ask_again(
+        self, case: Case, arguments: dict[str, Any], ask: Ask, first: Answer, contract: Contract
+    ) -> Rearranged | None:
+        """The requests in reverse order, with their lengths and budgets; see ``_reversed_requests``."""
+        if case.family not in REARRANGED or len(case.sizes["context_lens"]) == 1:
+            return None
+        return ask_permuted(lambda: _permuted(case, arguments, ask), first, contract)
+
     def default_contract(self, case: Case) -> Contract:
         """Pooled in the dtype of the scores; nothing else is rounded."""
         return Contract(p="fp32", out="fp32", logits=PRECISION_OF_DTYPE[case.dtype])
@@ -121,6 +133,19 @@ class TokenSelection:
             return lambda: token_selection(**arguments)
 
         return [Kernel(name="token_selection[torch]", contract=self.default_contract, bind=bind)]
+
+
+def reversed_requests(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with the last request first."""
+    scores = arguments["scores"]
+    turned = {name: arguments[name].flip(0) for name in ("context_lens", "budgets")}
+    return arguments | turned | {"scores": moved_rows(scores, reversed_rows([1] * len(scores), scores.device))}
+
+
+def _permuted(case: Case, arguments: dict[str, Any], ask: Ask) -> Answer:
+    """The answer to the requests in reverse order, put back."""
+    # budgets go by the number of a request: of a case in that order they would be others
+    return tuple(part.flip(0) for part in ask(case, reversed_requests(arguments)))
 
 
 def budgets_of(case: Case) -> list[int]:
