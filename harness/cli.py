@@ -225,6 +225,9 @@ def mutate(
     ] = 0,
     admission: Annotated[bool, typer.Option("--admission", help="Show that every case kills null kernels.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for the kill matrix.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Operations side by side; one a core if not given, on a GPU what fits it.")
+    ] = None,
 ) -> None:
     """Judge the judge: plant known faults, which it must find, and correct variants, which it must accept.
 
@@ -235,7 +238,13 @@ def mutate(
         from .plan import UsageError
 
     options = MutateOptions(
-        ops=tuple(ops or ()), device=device, seed=seed, fresh_seeds=fresh_seeds, admission=admission, out=out
+        ops=tuple(ops or ()),
+        device=device,
+        seed=seed,
+        fresh_seeds=fresh_seeds,
+        admission=admission,
+        out=out,
+        jobs=jobs,
     )
     try:
         code = run_mutate(options, console)

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from rich.console import Console
 
 from assay.harness import jobs, session
 from assay.harness.case import Case
-from assay.harness.jobs import Judge, default_jobs, side_by_side
+from assay.harness.jobs import default_jobs, side_by_side
 from assay.harness.options import CheckOptions
 from assay.harness.record import ExitCode, Record, Verdict
 from assay.harness.session import run_check
 
+Judge = Callable[[Case], list[Record]]
 CASES = [Case(op="attention", family="diffuse", dtype="float32", seed=seed) for seed in range(5)]
 
 
@@ -68,11 +70,11 @@ def test_memory_of_a_device_is_given_back_after_each_case(monkeypatch: pytest.Mo
     given: list[bool] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: started)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(True))
-    monkeypatch.setattr(jobs, "_judge", counting())
-    jobs._judge_case(CASES[0])
-    monkeypatch.setattr(jobs, "_judge", broken)
+    monkeypatch.setattr(jobs, "_work", counting())
+    jobs._work_on(CASES[0])
+    monkeypatch.setattr(jobs, "_work", broken)
     with pytest.raises(RuntimeError, match="diffuse"):
-        jobs._judge_case(CASES[0])
+        jobs._work_on(CASES[0])
     assert given == [True, True] * started
 
 

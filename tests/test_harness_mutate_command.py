@@ -1,6 +1,7 @@
 """``assay mutate``: admission, the bound on false rejections, what it leaves behind, and that it can fail."""
 
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,41 @@ def test_a_rejected_variant_is_named_and_fails_the_run(two_cases: list[Any], mon
     code, text = run(fresh_seeds=1)
     assert code == 1
     assert "REJECTED hasty on attention-diffuse-bfloat16-" in text
+
+
+def test_side_by_side_it_finds_what_it_finds_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_cases", lambda operation, seed: operation.cases(SMOKE)[:1])
+    asked: list[int] = []
+
+    def across(prepare: Any, items: list[str], jobs: int) -> Any:
+        """As processes do it: everything goes there and back as bytes."""
+        asked.append(jobs)
+        work = pickle.loads(pickle.dumps(prepare))()
+        return (pickle.loads(pickle.dumps(work(item))) for item in items)
+
+    monkeypatch.setattr(command, "side_by_side", across)
+    found = []
+    for jobs in (1, 7):
+        out, console = tmp_path / str(jobs), Console(record=True, width=200)
+        given: dict[str, Any] = {"admission": True, "fresh_seeds": 1, "out": out, "jobs": jobs}
+        run_mutate(MutateOptions(ops=("topk_mask", "token_selection"), device="cpu", **given), console)
+        text = console.export_text()
+        # in the order in which they were named
+        assert text.index("topk_mask: correct variants") < text.index("token_selection: correct variants")
+        lines = [line for line in text.splitlines() if "over 1 fresh seeds: 0 of" in line]
+        assert len(lines) == 2
+        tables = json.loads((out / "kill_matrix.json").read_text())
+        # what a fault that reads memory of others meets there is another thing each time
+        names = [(table["op"], table["cases"], [row["fault"] for row in table["rows"]]) for table in tables]
+        found.append((lines, names, [table["variants"] for table in tables]))
+    assert asked == [2]
+    assert found[0] == found[1]
+
+
+def test_an_entry_keeps_what_it_is_between_processes() -> None:
+    for op in operations.NAMES:
+        for entry in (one for some in load(op) for one in some):
+            assert pickle.loads(pickle.dumps(entry)).function.__qualname__ == entry.function.__qualname__
 
 
 def test_usage() -> None:

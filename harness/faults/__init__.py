@@ -44,6 +44,10 @@ class Fault:
     source: str = ""
     device_only: bool = False
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Between processes it goes by its name: functions that were planted in a twin have no place of their own."""
+        return _planted, (self.op, self.name)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
@@ -58,6 +62,10 @@ class Variant:
     name: str
     op: str
     function: Callable[..., Any]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As of a fault."""
+        return _planted, (self.op, self.name)
 
 
 # a module of marked functions, or faults that were planted in a twin
@@ -152,6 +160,17 @@ def load(op: str) -> tuple[list[Fault], list[Variant]]:
     entries = _entries(_face(op).PARTS)
     faults = [entry for entry in entries if isinstance(entry, Fault)]
     return faults, [entry for entry in entries if isinstance(entry, Variant)]
+
+
+@functools.cache
+def _by_name(op: str) -> dict[str, Fault | Variant]:
+    faults, variants = load(op)
+    entries: list[Fault | Variant] = [*faults, *variants]
+    return {entry.name: entry for entry in entries}
+
+
+def _planted(op: str, name: str) -> Fault | Variant:
+    return _by_name(op)[name]
 
 
 def not_applicable(op: str) -> tuple[NotApplicable, ...]:
