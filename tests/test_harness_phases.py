@@ -1,12 +1,15 @@
 """What a judgement's time is counted towards."""
 
 import itertools
+import time
+from typing import Any
 
 import pytest
 import torch
 
 from assay.harness import operations
 from assay.harness.operation import CaseRequest
+from assay.harness.operations import _kda_gates, _kda_step_gates
 from assay.harness.phases import accounted, phase
 from assay.harness.record import Record, Verdict
 from assay.harness.report.terminal import spent_text
@@ -55,6 +58,25 @@ def test_a_record_tells_where_its_time_went() -> None:
     # inputs and oracle are shared by the kernels of a case
     assert set(second.spent) == {"kernel"}
     assert sum(first.spent.values()) <= first.seconds + 1e-3
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize(("op", "gates"), [("kda", _kda_gates), ("kda_step", _kda_step_gates)])
+def test_runs_of_a_perturbed_oracle_are_the_oracles(op: str, gates: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    perturbed = gates.perturbed_together
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        for _ in range(1000):
+            time.perf_counter()
+        return perturbed(*arguments, **options)
+
+    monkeypatch.setattr(gates, "perturbed_together", slow)
+    operation = operations.load(op)
+    case = operation.cases(CaseRequest(tier="smoke", seed=0, dtypes=("float32",)))[0]
+    kernel = next(kernel for kernel in operation.kernels() if kernel.name == f"{op}[torch]")
+    record = run_case(operation, kernel, case, CPU)
+    assert record.verdict is Verdict.PASS
+    assert record.spent["oracle"] > 1000 > record.seconds - sum(record.spent.values())
 
 
 def test_a_report_gives_the_judge_what_the_phases_leave() -> None:

@@ -15,6 +15,7 @@ from ..answers import Answer
 from ..contract import PRECISION_OF_DTYPE, Contract, Precision
 from ..operation import Judged
 from ..perturbed import Spread, perturbed_gates, perturbed_together
+from ..phases import phase
 from ..record import GateResult, Location
 from ._kda_recurrence import Tokens, kda_recurrence, sites_of
 
@@ -49,9 +50,11 @@ class KdaOracle:
         sites = sites_of(contract, PRECISION_OF_DTYPE[self.dtype])
         known = repr(sorted(sites.items()))
         if known not in self._spreads:
-            self._spreads[known] = perturbed_together(
-                lambda rounded, runs: kda_recurrence(self.tokens, rounded, runs), sites, seed=self.seed
-            )
+            # the runs of the oracle itself, which wait for a contract
+            with phase("oracle", self.tokens.v.device):
+                self._spreads[known] = perturbed_together(
+                    lambda rounded, runs: kda_recurrence(self.tokens, rounded, runs), sites, seed=self.seed
+                )
         return self._spreads[known]
 
 

@@ -12,6 +12,7 @@ from ..answers import Answer
 from ..contract import PRECISION_OF_DTYPE, Contract
 from ..operation import Judged
 from ..perturbed import Spread, perturbed_gates, perturbed_together
+from ..phases import phase
 from ..record import GateResult, Location
 from ._kda_gates import exact_gate, placed, precision_of
 from ._kda_recurrence import Tokens, kda_recurrence, sites_of
@@ -47,9 +48,11 @@ class StepOracle:
         sites = sites_of(contract, PRECISION_OF_DTYPE[self.dtype])
         known = repr(sorted(sites.items()))
         if known not in self._spreads:
-            found = perturbed_together(
-                lambda rounded, runs: kda_recurrence(self.tokens, rounded, runs), sites, seed=self.seed
-            )
+            # the runs of the oracle itself, which wait for a contract
+            with phase("oracle", self.tokens.v.device):
+                found = perturbed_together(
+                    lambda rounded, runs: kda_recurrence(self.tokens, rounded, runs), sites, seed=self.seed
+                )
             self._spreads[known] = {name: found[name] for name in ("out", "checkpoints")}
         return self._spreads[known]
 
