@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..extras import require
 from ._hf_attention import Attention
 from ._hf_batch import Answer, PaddedBatch, choose, next_log_probabilities, trailing
+from ._hf_cache import new_cache
 from ._hf_kda import DeltaRule
 from .interface import ERROR, Failure, Generated, GenerateRequest, OutOfMemoryError, Scored, ScoreRequest
 from .tokenizers import HubTokenizer
@@ -95,7 +95,7 @@ class HfModel:
     def _generate(self, requests: list[GenerateRequest]) -> list[Generated | Failure]:
         batch = PaddedBatch.of([one.prompt_ids for one in requests], self._like.device)
         answers = [Answer(request=one, tokenizer=self.tokenizer, ends=self._ends) for one in requests]
-        cache = self._new_cache()
+        cache = new_cache(self._network.config)
         for _, _, logits in self._prefill(batch, cache, keep=1):
             last = logits[:, -1]
         chosen = choose(last, answers)
@@ -123,7 +123,7 @@ class HfModel:
     def _score(self, requests: list[ScoreRequest]) -> list[Scored | Failure]:
         """All tokens of a request are read as one prompt."""
         batch = PaddedBatch.of([one.prompt_ids + one.target_ids for one in requests], self._like.device)
-        shares, _ = self._shares(batch, self._new_cache())
+        shares, _ = self._shares(batch, new_cache(self._network.config))
         found: list[Scored | Failure] = []
         for one, row, pad, calls in zip(requests, shares.tolist(), batch.pads, batch.calls, strict=True):
             values, at = row[pad:], len(one.prompt_ids) - 1
@@ -133,7 +133,7 @@ class HfModel:
     def _score_selected(self, requests: list[ScoreRequest]) -> list[Scored | Failure]:
         """The prompt is read, what is selected of it stays, and the target is decoded from that, all at once."""
         batch = PaddedBatch.of([one.prompt_ids for one in requests], self._like.device)
-        cache = self._new_cache()
+        cache = new_cache(self._network.config)
         shares, last = self._shares(batch, cache)
         mask = self._keep_selected(batch, cache)
         ids, real = trailing([one.target_ids for one in requests], self._like.device)
@@ -192,9 +192,6 @@ class HfModel:
                 logits_to_keep=keep,
             ).logits
         return logits
-
-    def _new_cache(self) -> Any:
-        return require("transformers", extra="model").DynamicCache(config=self._network.config)
 
 
 def _in_memory(ask: Callable[[list[Request]], list[Any]], requests: list[Request]) -> list[Any]:
