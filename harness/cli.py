@@ -98,7 +98,8 @@ def check(
         bool, typer.Option("--in-process", help="Run a kernel of yours here, where a debugger can follow it.")
     ] = False,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Cases judged side by side; one on a CPU, up to four on a GPU by default.")
+        int | None,
+        typer.Option(min=1, help="Cases judged side by side; up to four by default, few of them one by one."),
     ] = None,
     waivers: Annotated[
         Path | None, typer.Option(help="TOML file of known failures, each with reason and expiry.")
@@ -226,7 +227,8 @@ def mutate(
     admission: Annotated[bool, typer.Option("--admission", help="Show that every case kills null kernels.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for the kill matrix.")] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Operations side by side; one a core if not given, on a GPU what fits it.")
+        int | None,
+        typer.Option(min=1, help="Operations side by side; up to four by default."),
     ] = None,
 ) -> None:
     """Judge the judge: plant known faults, which it must find, and correct variants, which it must accept.

@@ -20,16 +20,19 @@ CASE_BYTES = 16 << 30
 CORES_EACH = 4
 MOST_JOBS = 4
 THREADS_EACH = 2
+# on a CPU, so that few cases do not wait for a process that starts
+CASES_EACH = 50
 
 _work: Callable[[Any], Any] | None = None
 
 
-def default_jobs(device: torch.device) -> int:
-    """One on a CPU, which a single interpreter fills; on a GPU as many as its memory and the cores beside it feed."""
+def default_jobs(device: torch.device, cases: int) -> int:
+    """One a core on a CPU, each with enough cases; on a GPU as many as its memory and the cores beside it feed."""
+    cores = os.cpu_count() or 1
     if device.type != "cuda":
-        return 1
+        return max(1, min(MOST_JOBS, cores, cases // CASES_EACH))
     free, _ = torch.cuda.mem_get_info(device)
-    return max(1, min(MOST_JOBS, (os.cpu_count() or 1) // CORES_EACH, int(free // CASE_BYTES)))
+    return max(1, min(MOST_JOBS, cores // CORES_EACH, int(free // CASE_BYTES)))
 
 
 def side_by_side(prepare: Callable[[], Callable[[Item], Result]], items: Sequence[Item], jobs: int) -> Iterator[Result]:

@@ -143,7 +143,8 @@ def _judged(
 ) -> Generator[Record, None, None]:
     """The record of each piece of work, in order, judged when asked for, or ahead by several processes."""
     cases = [case for at, (_, case) in enumerate(work) if at == 0 or work[at - 1][1] is not case]
-    jobs = min(options.jobs or default_jobs(device), len(cases))
+    # a debugger follows this process alone
+    jobs = min(options.jobs or (1 if options.in_process else default_jobs(device, len(cases))), len(cases))
     if jobs <= 1:
         yield from (candidate.run_case(case) for candidate, case in work)
     else:

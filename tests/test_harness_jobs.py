@@ -110,9 +110,29 @@ def test_a_run_whose_process_died_ends_as_an_error_of_the_judge(monkeypatch: pyt
     assert "a process that judged our own kernels died" in output.getvalue()
 
 
+@pytest.mark.parametrize(("options", "expected"), [({}, [2]), ({"in_process": True}, []), ({"jobs": 1}, [])])
+def test_a_debugger_is_not_sent_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], expected: list[int]
+) -> None:
+    asked: list[int] = []
+
+    def across(prepare: Any, cases: list[Case], jobs: int) -> Any:
+        asked.append(jobs)
+        work = prepare()
+        return map(work, cases)
+
+    monkeypatch.setattr(session, "default_jobs", lambda device, cases: 3)
+    monkeypatch.setattr(session, "side_by_side", across)
+    given: dict[str, Any] = {"ops": ("attention",), "family": "peaked", "kernel": "torch", "dtypes": ("float16",)}
+    assert run_check(CheckOptions(device="cpu", **given, **options), Console(file=io.StringIO())) == ExitCode.PASSED
+    assert asked == expected
+
+
 def test_how_many_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert default_jobs(torch.device("cpu")) == 1
+    for cases, cores, expected in ((99, 2, 1), (100, 2, 2), (100, 1, 1), (1000, 2, 2), (1000, 64, 4), (0, 8, 1)):
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        assert default_jobs(torch.device("cpu"), cases) == expected
     for free, cores, expected in ((140 << 30, 16, 4), (140 << 30, 8, 2), (24 << 30, 64, 1), (8 << 30, 2, 1)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, free))
         monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
-        assert default_jobs(torch.device("cuda", 0)) == expected
+        assert default_jobs(torch.device("cuda", 0), 1) == expected

@@ -1,7 +1,6 @@
 """``assay mutate``: planted faults, correct variants, admission; the judge's own exam."""
 
 import io
-import os
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from .. import operations
 from ..case import Case
 from ..faults import load
-from ..jobs import default_jobs, side_by_side
+from ..jobs import CASES_EACH, default_jobs, side_by_side
 from ..kernels import wrap_function
 from ..operation import CaseRequest, Operation
 from ..options import resolve_device
@@ -94,7 +93,8 @@ def run_mutate(options: MutateOptions, console: Console) -> int:
 def _exams(names: list[str], options: MutateOptions, console: Console) -> Generator[Exam, None, None]:
     """One operation after the other, or several side by side, in the order of their names."""
     device = resolve_device(options.device)
-    jobs = min(options.jobs or (os.cpu_count() or 1 if device.type == "cpu" else default_jobs(device)), len(names))
+    # an operation is as much work as many cases
+    jobs = min(options.jobs or default_jobs(device, CASES_EACH * len(names)), len(names))
     if jobs <= 1:
         yield from (_examine(name, options, device, console) for name in names)
         return
