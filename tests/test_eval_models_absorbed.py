@@ -12,6 +12,7 @@ from assay.optimized.mla_prefill import MlaShape
 SHAPE = MlaShape(num_heads=3, kv_lora_rank=10, d_nope=5, d_rope=4, d_v=6)
 ABSORBED = {"decode": "absorbed"}
 FORMS = [
+    {"rope_frequencies": "0"},
     {"rope_frequencies": "4"},
     {"rope_frequencies": "2", "attention": "attention", "step": "3"},
     {"rope_frequencies": "2", "attention": "mla_prefill", "chunk": "2", "step": "3"},
