@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,14 @@ def run_app(*arguments: str, after: str = "") -> subprocess.CompletedProcess[str
     """Run the command line in a fresh interpreter, and ``after`` in the same one."""
     code = f"import sys; from assay.harness.cli import app; app({arguments!r}, standalone_mode=False); {after}"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """A process that is started where Ctrl-C is ignored, as in the background of a shell, ignores it as well."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["check", "--help"]], ids=" ".join)
