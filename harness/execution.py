@@ -18,7 +18,7 @@ from .contract import Contract
 from .conventions import Conventions
 from .in_place import completing
 from .interpreter import InterpretedBfloat16Error, no_interpreted_bfloat16
-from .layouts import DESTINATION, empty_row_gates, prepared, restated
+from .layouts import DESTINATION, empty_row_gates, prepared, restated, settled
 from .metamorphic.gate import MOVES, ask_again
 from .metamorphic.rearranged import MisshapenError, Rearranged, RefusedError, what_it_raises
 from .operation import (
@@ -91,13 +91,13 @@ def execute(operation: Operation, kernel: Kernel, case: Case, inputs: Inputs, de
             given = prepared(inputs, kernel, case, contract, outline)
             result = _restated(_execute(kernel, contract, outline, given, device, answers), kernel.conventions, outline)
             if isinstance(result, Execution) and isinstance(operation, RearrangedOperation):
-                ask = _asking(operation, kernel, contract, inputs, device)
+                ask = _asking(operation, kernel, contract, inputs, given, device)
                 return replace(result, again=operation.ask_again(case, inputs.arguments, ask, result.first, contract))
             if isinstance(result, Stop) or case.family not in REARRANGED_FAMILIES or operation.name not in MOVES:
                 return result
             if not isinstance(operation, AttentionOperation):
                 raise NotImplementedError(f"rearrangements are asked of attention, got {operation.name}")
-            again = ask_again(operation, kernel, case, inputs, device, result.first, contract)
+            again = ask_again(operation, kernel, case, inputs, device, result.first, contract, given)
             return replace(result, again=again)
     except (Exception, SystemExit) as error:
         return _raised(error, served=bool(answers))
@@ -150,7 +150,9 @@ def _execute(
     return Execution(contract=contract, first=first, last=last, gates=tuple(gates))
 
 
-def _asking(operation: Operation, kernel: Kernel, contract: Contract, inputs: Inputs, device: torch.device) -> Ask:
+def _asking(
+    operation: Operation, kernel: Kernel, contract: Contract, inputs: Inputs, home: Inputs, device: torch.device
+) -> Ask:
     """What an operation asks further questions with, on memory full of NaN.
 
     What has the form of an input of the case takes its place in memory: who knows inputs by their addresses is wrong.
@@ -163,6 +165,7 @@ def _asking(operation: Operation, kernel: Kernel, contract: Contract, inputs: In
         outline = operation.outline(case)
         placed = {name: _in_place_of(inputs.arguments.get(name), value) for name, value in arguments.items()}
         given = prepared(Inputs(arguments=placed, ledger=inputs.ledger), kernel, case, contract, outline)
+        given = settled(given, home)
         bind = completing(kernel.bind, tuple(result.name for result in outline.results), outline.in_place)
         try:
             with what_it_raises(), poisoned_allocations(math.nan), phase("kernel", device):

@@ -129,6 +129,29 @@ def prepared(inputs: Inputs, kernel: Kernel, case: Case, contract: Contract, out
     return Inputs(arguments=given, ledger=ledger)
 
 
+def settled(given: Inputs, home: Inputs) -> Inputs:
+    """``given``, with what was arranged anew where ``home``, of the same kernel, has what it is the counterpart of.
+
+    Whoever knows inputs by their addresses is wrong then. What is of another form stays where it is.
+    """
+    arguments, buffers = dict(given.arguments), dict(given.ledger.buffers)
+    for name, tensor in given.arguments.items():
+        place, memory = home.arguments.get(name), home.ledger.buffers.get(name)
+        # a tensor that somebody else made is not what the ledger holds under its name
+        if memory is None or not isinstance(place, Tensor) or not _lies_in(tensor, buffers.get(name)):
+            continue
+        forms = [(one.shape, one.stride(), one.storage_offset(), one.dtype) for one in (place, tensor)]
+        if memory is not buffers[name] and forms[0] == forms[1] and memory.shape == buffers[name].shape:
+            arguments[name], buffers[name] = place, memory.copy_(buffers[name])
+    return Inputs(arguments=arguments, ledger=Ledger(buffers=buffers, copies=dict(given.ledger.copies)))
+
+
+def _lies_in(tensor: Any, buffer: Tensor | None) -> bool:
+    if not isinstance(tensor, Tensor) or buffer is None:
+        return False
+    return tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+
+
 def _rearrange(given: dict[str, Any], ledger: Ledger, case: Case, conventions: Conventions) -> None:
     device = given["q"].device
     caches = {name: given[name] for names in (LATENT_CACHES, PACKED_CACHES) for name in names if name in given}

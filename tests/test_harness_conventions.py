@@ -18,6 +18,7 @@ from assay.harness.conventions import argument_names
 from assay.harness.kernels import wrap_function
 from assay.harness.layouts import relocated
 from assay.harness.operation import AttentionOperation
+from assay.harness.record import Verdict
 
 ATTENTION = cast(AttentionOperation, operations.load("attention"))
 INF, NAN = math.inf, math.nan
@@ -243,3 +244,25 @@ def test_the_command_judges_a_kernel_in_its_own_conventions(
     result = CliRunner().invoke(cli.app, [*arguments, "--family", "peaked", "--dtype", "bfloat16"])
     assert result.exit_code == code, result.stdout
     assert code == 0 or "G6 lse" in result.stdout
+
+
+@pytest.mark.parametrize("which", LAYOUTS)
+def test_a_table_of_pages_that_is_kept_by_its_address_is_found(which: str) -> None:
+    conventions = Conventions(**LAYOUTS[which])
+    name = "block_table" if conventions.cache == "blocks" else "kv_indices"
+    honest = foreign_mla(conventions)
+    kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @kernel("mla_prefill", conventions=conventions)
+    def remembering(**given: Any) -> Answer:
+        # who holds a tensor keeps its memory from being handed out again, so that no other has its address by chance
+        held, _ = kept.setdefault(given[name].data_ptr(), (given[name].clone(), given[name]))
+        answer: Answer = honest(**(given | {name: held if held.shape == given[name].shape else given[name]}))
+        return answer
+
+    case = mla_case("peaked", query_lens=[9, 5, 1], context_lens=[45, 30, 64])
+    assert judged(honest, case).verdict is Verdict.PASS
+    found = judged(remembering, case)
+    assert found.verdict is Verdict.METAMORPHIC
+    assert found.worst is not None
+    assert found.worst.gate.startswith("G8")

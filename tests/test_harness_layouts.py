@@ -8,6 +8,7 @@ import pytest
 import torch
 from builders import CPU, arguments_of, attention_case, mla_case
 from foreign_layouts import LAYOUTS, gathered, given_to
+from torch import Tensor
 
 from assay.harness import Conventions, kernel, operations
 from assay.harness.kernels import wrap_function
@@ -20,9 +21,10 @@ from assay.harness.layouts import (
     place,
     prepared,
     restated,
+    settled,
     tokens_first,
 )
-from assay.harness.operation import AttentionOutline
+from assay.harness.operation import AttentionOutline, Inputs
 from assay.harness.poison import GUARD_ELEMENTS, same_bits
 
 MLA = operations.load("mla_prefill")
@@ -145,6 +147,39 @@ def test_the_oracle_keeps_its_own_inputs() -> None:
     assert {"q", "kv_cache", "block_table"} <= set(given.ledger.buffers)
     plain = wrap_function(lambda **given: None, MLA)
     assert prepared(inputs, plain, case, MLA.default_contract(case), MLA.outline(case)) is inputs
+
+
+@pytest.mark.parametrize("which", LAYOUTS)
+def test_what_is_arranged_anew_lies_where_it_lay(which: str) -> None:
+    conventions = Conventions(**LAYOUTS[which])
+    lens: dict[str, Any] = {"query_lens": [9, 5, 1], "context_lens": [45, 30, 64]}
+    home, other = (given_to(mla_case(seed=seed, **lens), conventions) for seed in (0, 1))
+    wanted = {name: one.clone() for name, one in other.arguments.items() if isinstance(one, Tensor)}
+    found = settled(other, home)
+    moved = {name for name, one in wanted.items() if name in other.ledger.buffers}
+    assert {"q", "context_lens"} < moved
+    for name, values in wanted.items():
+        assert same_bits(found.arguments[name], values)
+        buffer = found.ledger.buffers[name]
+        assert buffer is home.ledger.buffers[name]
+        assert found.arguments[name].data_ptr() == home.arguments[name].data_ptr()
+        # guard bands came along
+        assert same_bits(buffer, found.ledger.copies[name])
+    assert not same_bits(other.arguments["q"], given_to(mla_case(seed=0, **lens), conventions).arguments["q"])
+
+
+def test_what_has_another_form_or_another_maker_stays_where_it_is() -> None:
+    conventions = Conventions(cache="blocks", page_size=16)
+    home, longer = given_to(mla_case(), conventions), given_to(mla_case(context_lens=[45, 21]), conventions)
+    found = settled(longer, home)
+    for name in ("kv_c", "k_pe"):
+        assert found.arguments[name] is longer.arguments[name]
+    assert found.arguments["context_lens"] is home.arguments["context_lens"]
+    assert found.arguments["context_lens"].tolist() == [45, 21]
+    # a question may bring a tensor of its own under the name of one that the ledger holds
+    scaled = home.arguments["q"] * 2
+    asked = Inputs(arguments=home.arguments | {"q": scaled}, ledger=home.ledger)
+    assert settled(asked, home).arguments["q"] is scaled
 
 
 def test_a_transposed_lse_is_a_view() -> None:

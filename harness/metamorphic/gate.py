@@ -28,7 +28,7 @@ from ..contract import UNIT_ROUNDOFF, Contract
 from ..conventions import Conventions
 from ..gates import judge, nonfinite_gates
 from ..interpreter import no_interpreted_bfloat16
-from ..layouts import prepared, relocated, restated
+from ..layouts import prepared, relocated, restated, settled
 from ..operation import AttentionOperation, Inputs, Kernel
 from ..phases import phase
 from ..poison import poisoned_allocations, same_bits
@@ -78,6 +78,7 @@ def ask_again(
     device: torch.device,
     first: Answer,
     contract: Contract,
+    home: Inputs | None = None,
 ) -> Rearranged:
     """The kernel's side: ask, and compare bits; no oracle takes part.
 
@@ -89,6 +90,7 @@ def ask_again(
         device: Where they lie.
         first: The kernel's answer to the case, in the oracle's conventions.
         contract: What the kernel promised.
+        home: What the kernel was given when it gave that answer: where its inputs lie in these questions, too.
     """
     scene = _scene(operation, case, inputs, contract, kernel.conventions)
     gates, answers = [], {}
@@ -96,7 +98,7 @@ def ask_again(
         found = None
         for at, question in enumerate(relation(scene)):
             try:
-                got = tuple(_ask(operation, kernel, part, question, contract, device) for part in question.parts)
+                got = tuple(_ask(operation, kernel, part, question, contract, device, home) for part in question.parts)
             except RefusedError:
                 break
             except BrokenError as error:
@@ -179,6 +181,7 @@ def _ask(
     question: Question,
     contract: Contract,
     device: torch.device,
+    home: Inputs | None,
 ) -> Answer:
     """The kernel's answer by value in the oracle's conventions, on memory full of NaN."""
     case, inputs = part
@@ -187,6 +190,7 @@ def _ask(
         raise RefusedError(reason)
     outline = operation.outline(case)
     given = prepared(inputs, kernel, case, contract, outline)
+    given = given if home is None else settled(given, home)
     if question.unused is not None:
         for buffer in given.ledger.buffers.values():
             if buffer.is_floating_point():
