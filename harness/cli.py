@@ -233,7 +233,7 @@ def mutate(
 ) -> None:
     """Judge the judge: plant known faults, which it must find, and correct variants, which it must accept.
 
-    Exit codes: 0 all found and none rejected, 1 otherwise, 2 usage, 130 interrupted.
+    Exit codes: 0 all found and none rejected, 1 otherwise, 2 usage, 7 a process of the judge died, 130 interrupted.
     """
     with starting(device=device):
         from .mutation.command import MutateOptions, run_mutate

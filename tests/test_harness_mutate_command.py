@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from assay.harness.mutation.command import MutateOptions, run_mutate, zero_event
 from assay.harness.mutation.mutate import Status, kill_matrix
 from assay.harness.operation import CaseRequest
 from assay.harness.plan import DTYPES, UsageError
-from assay.harness.record import Verdict
+from assay.harness.record import ExitCode, Verdict
 from assay.harness.runner import run_case
 
 CPU = torch.device("cpu")
@@ -151,6 +152,18 @@ def test_side_by_side_it_finds_what_it_finds_one_by_one(tmp_path: Path, monkeypa
         found.append((lines, names, [table["variants"] for table in tables]))
     assert asked == [2]
     assert found[0] == found[1]
+
+
+def test_a_process_that_dies_ends_the_exam_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dying(prepare: Any, items: list[str], jobs: int) -> Any:
+        raise BrokenProcessPool
+        yield
+
+    monkeypatch.setattr(command, "side_by_side", dying)
+    console = Console(record=True, width=200)
+    options = MutateOptions(ops=("topk_mask", "token_selection"), device="cpu", jobs=2)
+    assert run_mutate(options, console) == ExitCode.HARNESS_ERROR
+    assert "a process that examined topk_mask or a later operation died; --jobs 1 shows which" in console.export_text()
 
 
 def test_an_entry_keeps_what_it_is_between_processes() -> None:

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable, Generator
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -76,10 +77,15 @@ def run_mutate(options: MutateOptions, console: Console) -> int:
     if unknown:
         raise UsageError(f"an operation must be one of {', '.join(operations.NAMES)}, got {unknown[0]!r}")
     exams = []
-    with closing(_exams(names, options, console)) as found:
-        for exam in found:
-            exams.append(exam)
-            _show(exam, options, console)
+    try:
+        with closing(_exams(names, options, console)) as found:
+            for exam in found:
+                exams.append(exam)
+                _show(exam, options, console)
+    except BrokenProcessPool:
+        text = f"a process that examined {names[len(exams)]} or a later operation died; --jobs 1 shows which"
+        console.print(text, style="red", soft_wrap=True)
+        return ExitCode.HARNESS_ERROR
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         matrices = [exam.matrix for exam in exams]
