@@ -7,8 +7,9 @@ all layers, which share their frequencies.
 
 A component that loses its phase has the product ``q . k`` at every distance, where it had ``q . k cos(w d)`` and a sine
 part. Of all constants the mean of that cosine comes closest, so the product is damped by it: a fast component vanishes,
-a slow one stays nearly as it was. What is lost is its energy times ``1 - mean(cos)^2``, and the components that would
-lose most keep RoPE.
+a slow one stays nearly as it was. What is lost is the energy of its products times ``1 - mean(cos)^2``, and the
+components that would lose most keep RoPE. Keys alone do not tell: a component with large keys that no query asks for
+is part of no logit.
 
 Sizes that are wider than what they hold are filled by isometries and not by zeros, so that no column of a layer can be
 left out unseen, and ``W_UK`` and ``W_UV`` are dense and differ from head to head.
@@ -38,15 +39,25 @@ class MlaSizes:
 DEEPSEEK_V3 = MlaSizes(kv_lora_rank=512, d_nope=128, d_rope=64, d_v=128)
 
 
-def key_moments(gqa: GqaWeights, covariance: Tensor) -> Tensor:
-    """Second moments of the keys of the KV heads with each other, by frequency, ``[F, H_kv, H_kv]``.
+def mix_heads(gqa: GqaWeights, covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """The axes in which the keys of the KV heads lie at each frequency, and how much their products amount to.
 
     Args:
         gqa: The layer.
         covariance: ``[E, E]``, mean of ``x x^T`` over the layer's inputs.
+
+    Returns:
+        ``axes``, ``[F, component, H_kv]``, orthonormal rows; and ``energy``, ``[F, component]``, mean square of a key
+        times that of the queries that ask for it, summed over the heads. The largest energy of a frequency comes first.
     """
+    covariance = covariance.to(gqa.k_proj.dtype)
     k = gqa.k_proj.reshape(gqa.num_kv_heads, 2, gqa.inv_freq.shape[0], -1)
-    return torch.einsum("gzfe,ed,hzfd->fgh", k, covariance.to(k.dtype), k)
+    axes = principal_axes(torch.einsum("gzfe,ed,hzfd->fgh", k, covariance, k))
+    keys, queries = _mixed(gqa, axes)
+    key_energy = torch.einsum("zfce,ed,zfcd->fc", keys, covariance, keys)
+    query_energy = torch.einsum("hzfce,ed,hzfcd->fc", queries, covariance, queries)
+    energy, order = (key_energy * query_energy).sort(dim=1, descending=True, stable=True)
+    return axes.gather(1, order[:, :, None].expand_as(axes)), energy
 
 
 def mean_cosine(inv_freq: Tensor, *, horizon: int) -> Tensor:
@@ -55,11 +66,11 @@ def mean_cosine(inv_freq: Tensor, *, horizon: int) -> Tensor:
     return ((inv_freq[:, None] * distance).cos() / distance).sum(dim=1) / (1 / distance).sum()
 
 
-def choose_components(moments: Sequence[Tensor], inv_freq: Tensor, *, count: int, horizon: int) -> Tensor:
+def choose_components(energies: Sequence[Tensor], inv_freq: Tensor, *, count: int, horizon: int) -> Tensor:
     """How many components of each frequency keep RoPE, ``[F]``, int64: of all layers together, ``count`` in all.
 
     Args:
-        moments: Of each layer, of ``key_moments``.
+        energies: ``[F, H_kv]`` of each layer, of ``mix_heads``.
         inv_freq: ``[F]``, radians per token.
         count: Components that keep RoPE.
         horizon: Distances that matter.
@@ -67,19 +78,18 @@ def choose_components(moments: Sequence[Tensor], inv_freq: Tensor, *, count: int
     Raises:
         ValueError: If there are not so many.
     """
-    energies = [torch.linalg.eigvalsh(one).flip(-1) for one in moments]  # [F, H_kv], strongest first
-    # a layer counts by shares, or the one with the largest keys would decide alone
+    # a layer counts by shares, or the one with the largest products would decide alone
     share = torch.stack([energy / energy.sum() for energy in energies]).sum(dim=0)
     lost = share * (1 - mean_cosine(inv_freq, horizon=horizon) ** 2)[:, None]
     if not 0 <= count <= lost.numel():
         raise ValueError(f"d_rope must be 2 columns for each of at most {lost.numel()} components, got {2 * count}")
     best = lost.flatten().sort(descending=True, stable=True).indices[:count]
-    # of one frequency, the strongest ones come first by their order
+    # of one frequency, the largest ones come first by their order
     return torch.bincount(best // lost.shape[1], minlength=len(lost))
 
 
 def convert_to_sizes(
-    gqa: GqaWeights, moments: Tensor, *, kept: Tensor, damping: Tensor, sizes: MlaSizes, seed: int
+    gqa: GqaWeights, axes: Tensor, *, kept: Tensor, damping: Tensor, sizes: MlaSizes, seed: int
 ) -> tuple[MlaWeights, Tensor]:
     """Convert one layer.
 
@@ -88,7 +98,7 @@ def convert_to_sizes(
 
     Args:
         gqa: The layer, float64 for a conversion without more loss.
-        moments: Of ``key_moments``.
+        axes: Of ``mix_heads``.
         kept: ``[F]``, of ``choose_components``.
         damping: ``[F]``, factor on the product of components that lose their phase.
         sizes: Of the result.
@@ -107,7 +117,7 @@ def convert_to_sizes(
     with_rope, without = (component < kept[:, None]).nonzero(), (component >= kept[:, None]).nonzero()
     rank, d_nope = 2 * len(without) + gqa.num_kv_heads * width, 2 * len(without)
     _check_sizes(sizes, rank=rank, d_nope=d_nope, d_rope=2 * len(with_rope), d_v=width)
-    keys, queries = _mixed(gqa, moments)
+    keys, queries = _mixed(gqa, axes)
     q_rope, rope_proj = (_columns(x, with_rope) for x in (queries, keys))
     q_nope, k_nope = (_columns(x, without) for x in (queries * damping[:, None, None], keys))
 
@@ -129,18 +139,17 @@ def convert_to_sizes(
     return mla, value_basis
 
 
-def _mixed(gqa: GqaWeights, moments: Tensor) -> tuple[Tensor, Tensor]:
+def _mixed(gqa: GqaWeights, axes: Tensor) -> tuple[Tensor, Tensor]:
     """Keys by component, ``[2, F, H_kv, E]``, and what each head asks of them, ``[H, 2, F, H_kv, E]``.
 
-    With the orthogonal ``U[f]``, component ``c`` is ``sum_g U[f, c, g] k[g]``, the query of a head of group ``g`` is
-    ``U[f, c, g] q``, and the sum of their products over ``c`` is ``q . k[g]`` again.
+    With the orthogonal ``U[f]`` of the axes, component ``c`` is ``sum_g U[f, c, g] k[g]``, the query of a head of group
+    ``g`` is ``U[f, c, g] q``, and the sum of their products over ``c`` is ``q . k[g]`` again.
     """
     frequencies = gqa.inv_freq.shape[0]
     q = gqa.q_proj.reshape(gqa.num_heads, 2, frequencies, -1)
     k = gqa.k_proj.reshape(gqa.num_kv_heads, 2, frequencies, -1)
-    mix = principal_axes(moments.to(k.dtype))  # [F, component, H_kv]
-    of_head = mix[:, :, gqa.kv_head_of_head()]
-    return torch.einsum("fcg,gzfe->zfce", mix, k), torch.einsum("fch,hzfe->hzfce", of_head, q)
+    of_head = axes[:, :, gqa.kv_head_of_head()]
+    return torch.einsum("fcg,gzfe->zfce", axes, k), torch.einsum("fch,hzfe->hzfce", of_head, q)
 
 
 def _columns(mixed: Tensor, chosen: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from assay.eval.mla_geometry import (
     MlaSizes,
     choose_components,
     convert_to_sizes,
-    key_moments,
     mean_cosine,
+    mix_heads,
 )
 
 HEADS, KV_HEADS, WIDTH, HIDDEN, TOKENS = 4, 2, 8, 12, 9
@@ -39,11 +39,11 @@ def hidden() -> Tensor:
 
 
 def converted(gqa: GqaWeights, kept: list[int], **sizes: int) -> tuple[MlaWeights, Tensor]:
-    moments = key_moments(gqa, torch.eye(HIDDEN))
+    axes, _ = mix_heads(gqa, torch.eye(HIDDEN))
     least = {"kv_lora_rank": 40, "d_nope": 20, "d_rope": 2 * sum(kept), "d_v": 11}
     damping = torch.tensor([0.1, 0.4, 0.8, 0.9], dtype=torch.float64)
     return convert_to_sizes(
-        gqa, moments, kept=torch.tensor(kept), damping=damping, sizes=MlaSizes(**(least | sizes)), seed=3
+        gqa, axes, kept=torch.tensor(kept), damping=damping, sizes=MlaSizes(**(least | sizes)), seed=3
     )
 
 
@@ -71,6 +71,22 @@ def grouped_attention(gqa: GqaWeights, x: Tensor) -> tuple[Tensor, Tensor]:
     return logits, torch.einsum("hts,shd->thd", weights(logits), v[:, at])
 
 
+def components(gqa: GqaWeights, f: int, covariance: Tensor) -> list[tuple[Tensor, float]]:
+    """Axes ``[H_kv]`` of a frequency and the energies of their products, largest first, one by one."""
+
+    def energy(rows: Tensor) -> float:
+        return float(torch.einsum("ze,ed,zd->", rows, covariance, rows))
+
+    keys = gqa.k_proj.view(KV_HEADS, 2, FREQUENCIES, HIDDEN)[:, :, f]
+    queries = gqa.q_proj.view(HEADS, 2, FREQUENCIES, HIDDEN)[:, :, f]
+    gram = torch.einsum("gze,ed,hzd->gh", keys, covariance, keys)
+    found = []
+    for axis in torch.linalg.eigh(gram)[1].T:
+        asked = sum(energy(axis[h // (HEADS // KV_HEADS)] * queries[h]) for h in range(HEADS))
+        found.append((axis, energy(torch.einsum("g,gze->ze", axis, keys)) * asked))
+    return sorted(found, key=lambda one: -one[1])
+
+
 def test_all_components_kept_is_the_layer_itself() -> None:
     gqa, x = layer(), hidden()
     mla, basis = converted(gqa, [2, 2, 2, 2])
@@ -92,13 +108,10 @@ def test_a_component_that_is_not_kept_has_one_product_at_every_distance() -> Non
     damping = [0.1, 0.4, 0.8, 0.9]
     wanted = torch.zeros(HEADS, TOKENS, TOKENS, dtype=torch.float64)
     for f in range(FREQUENCIES):
-        rows = gqa.k_proj.view(KV_HEADS, 2, FREQUENCIES, HIDDEN)[:, :, f]
-        gram = torch.einsum("gze,hze->gh", rows, rows)
-        axes = torch.linalg.eigh(gram)[1].flip(-1)
-        for c in range(KV_HEADS):
-            key = torch.einsum("g,sgz->sz", axes[:, c], k[..., f])
+        for c, (axis, _) in enumerate(components(gqa, f, torch.eye(HIDDEN).double())):
+            key = torch.einsum("g,sgz->sz", axis, k[..., f])
             for h in range(HEADS):
-                query = axes[h // (HEADS // KV_HEADS), c] * q[:, h, :, f]
+                query = axis[h // (HEADS // KV_HEADS)] * q[:, h, :, f]
                 for t in range(TOKENS):
                     for s in range(TOKENS):
                         product = complex(*query[t].tolist()) * complex(*key[s].tolist()).conjugate()
@@ -145,17 +158,39 @@ def test_the_mean_cosine_is_the_sum_that_it_says() -> None:
     assert found[0] == 1
 
 
+def test_axes_are_those_of_the_keys_and_come_by_their_products() -> None:
+    gqa = layer(seed=5)
+    x = hidden()
+    covariance = x.T @ x / TOKENS
+    axes, energy = mix_heads(gqa, covariance)
+    for f in range(FREQUENCIES):
+        wanted = components(gqa, f, covariance)
+        assert energy[f].tolist() == pytest.approx([one for _, one in wanted], rel=1e-12)
+        for axis, (expected, _) in zip(axes[f], wanted, strict=True):
+            assert abs((axis @ expected).item()) == pytest.approx(1, abs=1e-12)
+
+
+def test_large_keys_that_no_query_asks_for_come_last() -> None:
+    gqa = layer()
+    # at the second frequency the first KV head has keys ten times as large, and its query heads do not look there
+    gqa.k_proj.view(KV_HEADS, 2, FREQUENCIES, HIDDEN)[0, :, 1] *= 10
+    gqa.q_proj.view(HEADS, 2, FREQUENCIES, HIDDEN)[: HEADS // KV_HEADS, :, 1] *= 1e-3
+    axes, _ = mix_heads(gqa, torch.eye(HIDDEN))
+    assert axes[1, 1, 0].abs() > 0.9
+    assert axes[1, 0, 1].abs() > 0.9
+
+
 def test_components_that_would_lose_most_keep_their_phase() -> None:
     # shares of a layer: 6, 2, 1, 1 of 10 and 4, 4, 1, 1 of 10; the second frequency has no phase to lose
-    moments = [torch.diag_embed(torch.tensor(one).double()) for one in ([[6.0, 2], [1, 1]], [[4.0, 4], [1, 1]])]
+    energies = [torch.tensor(one).double() for one in ([[6.0, 2], [1, 1]], [[4.0, 4], [1, 1]])]
     inv_freq = torch.tensor([3.0, 0.0], dtype=torch.float64)
     for count, wanted in ((0, [0, 0]), (1, [1, 0]), (2, [2, 0]), (4, [2, 2])):
-        assert choose_components(moments, inv_freq, count=count, horizon=64).tolist() == wanted
-    # a layer with keys a thousand times as large has no larger say
-    loud = [moments[0], 1e6 * torch.diag_embed(torch.tensor([[1.0, 1], [4, 4]]).double())]
+        assert choose_components(energies, inv_freq, count=count, horizon=64).tolist() == wanted
+    # a layer whose products are a million times as large has no larger say
+    loud = [energies[0], 1e6 * torch.tensor([[1.0, 1], [4, 4]]).double()]
     assert choose_components(loud, torch.tensor([3.0, 3.0]).double(), count=2, horizon=64).tolist() == [1, 1]
     with pytest.raises(ValueError, match="d_rope must be 2 columns for each of at most 4 components, got 10"):
-        choose_components(moments, inv_freq, count=5, horizon=64)
+        choose_components(energies, inv_freq, count=5, horizon=64)
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +220,7 @@ def test_a_lossy_form_serves_all_kernels_alike(folder: Path) -> None:
 
 def test_a_conversion_is_kept_and_described(folder: Path) -> None:
     first = made(folder, geometry="40/12/8/12").describe()
-    (kept,) = (folder / "cache").glob("mla-1-40-12-8-12-*.safetensors")
+    (kept,) = (folder / "cache").glob("mla-2-40-12-8-12-*.safetensors")
     before = kept.stat().st_mtime_ns
     assert made(folder, geometry="40/12/8/12").describe() == first
     assert kept.stat().st_mtime_ns == before

@@ -23,7 +23,7 @@ from ..mla_conversion import MlaWeights
 from ._hf_forms import Form
 
 # raised whenever the same weights would be converted to others
-VERSION = 1
+VERSION = 2
 CALIBRATION_TOKENS = 1024
 INV_FREQ = "rotary.inv_freq"
 # tied to the embedding, so it is in no file

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..mla_conversion import GqaWeights, MlaWeights, convert_to_mla
-from ..mla_geometry import DEEPSEEK_V3, MlaSizes, choose_components, convert_to_sizes, key_moments, mean_cosine
+from ..mla_geometry import DEEPSEEK_V3, MlaSizes, choose_components, convert_to_sizes, mean_cosine, mix_heads
 
 # a lossless conversion leaves the part without RoPE empty, and kernels want one: zeros change no logit
 LEAST_NOPE = 16
@@ -110,12 +110,13 @@ class Sized:
     def layers(self, layers: Sequence[GqaWeights], covariances: Covariances) -> list[Layer]:
         """All keep the same components, as they share their frequencies."""
         inv_freq = layers[0].inv_freq
-        moments = [key_moments(one, seen) for one, seen in zip(layers, covariances(), strict=True)]
-        kept = choose_components(moments, inv_freq, count=self.sizes.d_rope // 2, horizon=HORIZON)
+        mixes = [mix_heads(one, seen) for one, seen in zip(layers, covariances(), strict=True)]
+        energies = [energy for _, energy in mixes]
+        kept = choose_components(energies, inv_freq, count=self.sizes.d_rope // 2, horizon=HORIZON)
         damping = mean_cosine(inv_freq, horizon=HORIZON)
         found = []
-        for seed, (one, own) in enumerate(zip(layers, moments, strict=True)):
-            mla, basis = convert_to_sizes(one, own, kept=kept, damping=damping, sizes=self.sizes, seed=seed)
+        for seed, (one, (axes, _)) in enumerate(zip(layers, mixes, strict=True)):
+            mla, basis = convert_to_sizes(one, axes, kept=kept, damping=damping, sizes=self.sizes, seed=seed)
             found.append(Layer(mla=mla, value_basis=basis))
         return found
 
