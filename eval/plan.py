@@ -1,5 +1,6 @@
 """The plan of a run: every sample with its prompt, in batches, the longest first."""
 
+import itertools
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -112,7 +113,9 @@ def draw(samples: Sequence[Sample], count: int, *, seed: str) -> list[Sample]:
     """Samples spread over parts and lengths: one from each of ``count`` equal stretches of their order by both."""
     rng = random.Random(seed)
     ordered = sorted(samples, key=lambda one: (one.stratum, one.length or len(one.prompt), one.index))
-    places = [int((at + rng.random()) * len(ordered) / count) for at in range(count)]
+    # whole stretches, of which no two share a sample
+    ends = [at * len(ordered) // count for at in range(count + 1)]
+    places = [start + int(rng.random() * (end - start)) for start, end in itertools.pairwise(ends)]
     return sorted((ordered[place] for place in places), key=lambda one: one.index)
 
 

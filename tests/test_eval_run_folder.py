@@ -1,5 +1,6 @@
 """The folder of a run: appended lines, mended ends, one writer, and the plan as it was."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -119,6 +120,16 @@ def test_a_draw_is_spread_over_lengths_and_repeatable() -> None:
     ]
     assert [samples.index(one) for one in found] == sorted(samples.index(one) for one in found)
     assert len(draw(samples, 40, seed="0")) == 40
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 16, 23, 31, 33, 40])
+def test_no_sample_is_drawn_twice(count: int) -> None:
+    (one,) = load_task("synthetic_qasper", Loading(generation=Generation(samples=1, length=50))).samples
+    samples = [replace(one, index=at, length=at + 1) for at in range(40)]
+    stretches = [40 * at // count for at in range(count + 1)]
+    for seed in range(50):
+        drawn = [sample.index for sample in draw(samples, count, seed=str(seed))]
+        assert all(low <= at < high for at, (low, high) in zip(drawn, itertools.pairwise(stretches), strict=True))
 
 
 def ngram(prompt: str, order: int = 6, **fields: Any) -> Any:
