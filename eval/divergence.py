@@ -41,10 +41,21 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeDifference:
-    """Mean absolute difference of log-probabilities of prompt tokens, in nats, in one bin of context lengths."""
+    """Log-probabilities of prompt tokens, in nats, in one bin of context lengths.
+
+    Attributes:
+        context: Tokens before the probe, the bin's label.
+        n: Probes.
+        first: Mean log-probability in the first run.
+        second: In the second run.
+        mean: Mean absolute difference.
+        largest: Largest absolute difference.
+    """
 
     context: str
     n: int
+    first: float
+    second: float
     mean: float
     largest: float
 
@@ -102,16 +113,25 @@ def divergence(first: Arm, second: Arm) -> Divergence:
 def probe_differences(first: Arm, second: Arm) -> list[ProbeDifference]:
     """By how many tokens stood before the probe."""
     labels = _labels(CONTEXTS)
-    bins: list[list[float]] = [[] for _ in labels]
+    bins: list[list[tuple[float, float]]] = [[] for _ in labels]
     for _, _, one, other in _pairs(first, second, "probes"):
         # a probe is a position and its log-probability; the positions follow from the length of the prompt alone
         for (position, before), (_, after) in zip(one["probes"], other["probes"], strict=True):
-            bins[bisect_right(CONTEXTS, position)].append(abs(after - before))
-    return [
-        ProbeDifference(context=label, n=len(values), mean=fmean(values), largest=max(values))
-        for label, values in zip(labels, bins, strict=True)
-        if values
-    ]
+            bins[bisect_right(CONTEXTS, position)].append((before, after))
+    return [_summed_up(label, values) for label, values in zip(labels, bins, strict=True) if values]
+
+
+def _summed_up(label: str, values: Sequence[tuple[float, float]]) -> ProbeDifference:
+    first, second = zip(*values, strict=True)
+    apart = [abs(after - before) for before, after in values]
+    return ProbeDifference(
+        context=label,
+        n=len(values),
+        first=fmean(first),
+        second=fmean(second),
+        mean=fmean(apart),
+        largest=max(apart),
+    )
 
 
 def _pairs(first: Arm, second: Arm, key: str) -> Iterator[tuple[str, str, Mapping[str, Any], Mapping[str, Any]]]:

@@ -53,7 +53,7 @@ def _print_pair(console: Console, pair: Pair) -> None:
     for name, first, second, tasks in text.average_rows(pair):
         console.print(Text(f"{name}: {first} → {second} ({tasks})"), soft_wrap=True)
     if pair.probes:
-        columns = ["context", "tokens", "mean |d|", "largest", "repeated"]
+        columns = ["context", "tokens", "first", "second", "mean |d|", "largest", "repeated"]
         console.print(_table("log-probabilities of prompt tokens", columns, text.probe_rows(pair)))
     if pair.kernels:
         console.print(_table("kernel calls", ["kernel", "first", "second"], text.kernel_rows(pair)))

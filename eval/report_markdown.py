@@ -7,7 +7,7 @@ from .comparison import Comparison, GateResult, Pair
 
 MOST_FLIPS = 10
 AVERAGE_COLUMNS = ("average", "first", "second", "of")
-PROBE_COLUMNS = ("context", "tokens", "mean difference", "largest", "repeated")
+PROBE_COLUMNS = ("context", "tokens", "first", "second", "mean |difference|", "largest", "repeated")
 
 
 def markdown_report(comparison: Comparison) -> str:

@@ -169,13 +169,14 @@ def divergence_lines(pair: Pair) -> list[str]:
 
 
 def probe_rows(pair: Pair) -> list[tuple[str, ...]]:
-    """Mean absolute difference of prompt log-probabilities by context length, beside that of the repetition."""
+    """Prompt log-probabilities by context length: both means, and their difference beside that of the repetition."""
     repeated = {one.context: one for one in pair.noise.probes} if pair.noise else {}
     rows: list[tuple[str, ...]] = []
     for one in pair.probes:
         floor = repeated.get(one.context)
         beside = f"{floor.mean:.2e}" if floor else ""
-        rows.append((one.context, str(one.n), f"{one.mean:.2e}", f"{one.largest:.2e}", beside))
+        means = f"{one.first:.4f}", f"{one.second:.4f}"
+        rows.append((one.context, str(one.n), *means, f"{one.mean:.2e}", f"{one.largest:.2e}", beside))
     return rows
 
 

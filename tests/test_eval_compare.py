@@ -1,5 +1,6 @@
 """Comparing runs: what is refused, what is judged, and how the verdict comes about."""
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -278,12 +279,12 @@ def test_factors_of_a_full_design_have_an_effect_of_their_own(tmp_path: Path) ->
 
 
 def test_probes_are_compared_by_context_length(tmp_path: Path) -> None:
-    before = [answer("gsm8k_cot", at, probes=[[10, -1.0], [2000, -2.0]]) for at in range(4)]
-    after = [answer("gsm8k_cot", at, probes=[[10, -1.0], [2000, -2.5]]) for at in range(4)]
+    before = [answer("gsm8k_cot", at, probes=[[10, -1.0], [2000, -2.0], [3000, -3.0]]) for at in range(4)]
+    after = [answer("gsm8k_cot", at, probes=[[10, -1.0], [2000, -2.5], [3000, -2.75]]) for at in range(4)]
     found = two(tmp_path, before, after).pairs[0].probes
-    assert [(one.context, one.n, one.mean, one.largest) for one in found] == [
-        ("0-255", 4, 0.0, 0.0),
-        ("1024-4095", 4, 0.5, 0.5),
+    assert [dataclasses.astuple(one) for one in found] == [
+        ("0-255", 4, -1.0, -1.0, 0.0, 0.0),
+        ("1024-4095", 8, -2.5, -2.625, 0.375, 0.5),
     ]
 
 

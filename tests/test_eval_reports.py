@@ -34,6 +34,7 @@ def comparison(tmp_path: Path) -> Comparison:
                 score = 0.0 if at < wrong and task == "gsm8k_cot" else 1.0
                 fields = {"kernel_calls": {f"{name} kernel": 30}, "latency_s": 1.0 + at, "first_token_s": 0.5}
                 fields["gold_nll"] = 1.0 + 0.3 * (name == "new") + 0.001 * at
+                fields["probes"] = [[100, -1.0], [5000, -2.0 - 0.25 * (name == "new") - 0.001 * (name == "again")]]
                 records.append(answer(task, at, score, **fields))
         if name == "new":
             records[59] = failure("gsm8k_cot", 59, "timeout")
@@ -73,6 +74,14 @@ def test_every_report_has_the_same_numbers(comparison: Comparison, tmp_path: Pat
     for name in ("report.html", "report.md", "junit.xml"):
         assert gain in written[name]
     assert json.loads(written["report.json"])["pairs"][0]["gates"][1]["estimate"]["delta"] == result.estimate.delta
+
+
+def test_probes_are_shown_with_the_means_of_both_runs(comparison: Comparison) -> None:
+    # 119 samples were answered by both runs
+    assert "| 0-255 | 119 | -1.0000 | -1.0000 | 0.00e+00 | 0.00e+00 | 0.00e+00 |" in markdown_report(comparison)
+    assert "| 4096-16383 | 119 | -2.0000 | -2.2500 | 2.50e-01 | 2.50e-01 | 1.00e-03 |" in markdown_report(comparison)
+    (line,) = (one for one in printed(comparison).splitlines() if "4096-16383" in one)
+    assert line.split() == ["4096-16383", "119", "-2.0000", "-2.2500", "2.50e-01", "2.50e-01", "1.00e-03"]
 
 
 def test_markdown_is_a_table_that_answers_cannot_break(comparison: Comparison) -> None:
