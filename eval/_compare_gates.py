@@ -11,6 +11,8 @@ from .statistics import ALPHA, Differences, Estimate, Verdict, binary_estimate, 
 from .suite import AGREEMENT, NLL, SCORE, Gate
 from .tasks import find_task
 
+CERTAIN_LOSS = "a loss is certain, and smaller than the margin"
+
 
 @dataclass(frozen=True, slots=True)
 class Values:
@@ -106,9 +108,9 @@ def judged(result: GateResult) -> GateResult:
     if result.gate.metric == AGREEMENT:
         return replace(result, verdict=_agreement_verdict(estimate))
     verdict = replace(estimate, p=result.p_adjusted).verdict()
-    note = result.note
-    if verdict in (Verdict.EQUIVALENT, Verdict.NON_INFERIOR) and estimate.high < 0 and result.p_adjusted < ALPHA:
-        note = "a loss is certain, and smaller than the margin"
+    small = verdict in (Verdict.EQUIVALENT, Verdict.NON_INFERIOR)
+    # a loss that was certain on one pair alone may not be so among several
+    note = CERTAIN_LOSS if small and estimate.high < 0 and result.p_adjusted < ALPHA else ""
     return replace(result, verdict=verdict, note=note)
 
 

@@ -115,6 +115,21 @@ def check_comparable(arms: Sequence[Arm]) -> None:
         raise NotComparableError(reasons)
 
 
+def check_repetition(first: Arm, repeated: Arm) -> None:
+    """Refuse what is no repetition of a run: another model, kernel or factor. Batches and order may be others.
+
+    Raises:
+        NotComparableError: If it is none; the reasons name what differs.
+    """
+    here, there = (
+        {"model": arm.manifest["model"], "factors": arm.factors, "kernels": arm.manifest["settings"]["kernels"]}
+        for arm in (first, repeated)
+    )
+    found = differences(here, there)
+    if found:
+        raise NotComparableError([f"{repeated.label} must repeat {first.label}: {one}" for one in found])
+
+
 def _unpaired(first: Arm, other: Arm) -> list[str]:
     """Samples that are not the same in both plans, the first few by name."""
     found = []

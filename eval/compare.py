@@ -9,10 +9,10 @@ from typing import Any
 
 from ._compare_factors import factor_effects
 from ._compare_gates import Values, adjusted, gate_result, values_of
-from .arms import Arm, both_ok, check_comparable
+from .arms import Arm, both_ok, check_comparable, check_repetition
 from .comparison import Comparison, Failures, Flip, Noise, Pair, Speed, TaskResult
 from .divergence import divergence, first_difference, probe_differences
-from .run_folder import OK
+from .run_folder import OK, SKIPPED, Item
 from .scorers import find_scorer
 from .statistics import Differences, benjamini_hochberg, binary_estimate, holm, macro_estimate, real_estimate
 from .suite import NLL, SCORE, Suite
@@ -30,12 +30,14 @@ def compare(arms: Sequence[Arm], repeated: Arm | None = None) -> Comparison:
 
     Raises:
         ValueError: If there are fewer than two runs, or two of one label.
-        NotComparableError: If the runs do not pair.
+        NotComparableError: If the runs do not pair, or ``repeated`` is no repetition of the first.
     """
     labels = [arm.label for arm in [*arms, *([repeated] if repeated else [])]]
     if len(arms) < 2 or len(set(labels)) != len(labels):
         raise ValueError(f"runs must be two or more, each with a label of its own, got {', '.join(labels) or 'none'}")
     check_comparable([*arms, *([repeated] if repeated else [])])
+    if repeated is not None:
+        check_repetition(arms[0], repeated)
     suite = arms[0].suite
     pairs = [
         # the repetition is one of the first run, and says nothing of the others
@@ -46,7 +48,7 @@ def compare(arms: Sequence[Arm], repeated: Arm | None = None) -> Comparison:
     columns = [adjusted([pair.gates[at] for pair in pairs]) for at in range(len(suite.gates))]
     return Comparison(
         suite=suite.name,
-        arms={arm.label: _arm(arm) for arm in arms},
+        arms={arm.label: _arm(arm) for arm in [*arms, *([repeated] if repeated else [])]},
         pairs=[replace(pair, gates=[column[at] for column in columns]) for at, pair in enumerate(pairs)],
         effects=factor_effects(arms, suite),
         notes=_notes(arms),
@@ -133,23 +135,31 @@ def _failures(first: Arm, second: Arm, suite: Suite) -> Failures:
     if not table:
         return Failures()
     one_sided = sum(count for (_, one, other), count in table.items() if OK in (one, other))
-    gates = [gate for gate in suite.gates if gate.metric == SCORE and set(suite.tasks_of(gate)) & set(first.items)]
+    # what cannot be asked of any model is no failure
+    failed = any({one, other} - {OK, SKIPPED} for _, one, other in table)
+    found = {
+        gate.name: _counted_wrong(suite.tasks_of(gate), first, second)
+        for gate in suite.gates
+        if gate.metric == SCORE and failed
+    }
     return Failures(
         table=dict(table),
         one_sided=one_sided,
-        sensitivity={gate.name: _counted_wrong(suite.tasks_of(gate), first, second) for gate in gates},
+        sensitivity={name: one for name, one in found.items() if one is not None},
     )
 
 
-def _counted_wrong(tasks: Sequence[str], first: Arm, second: Arm) -> tuple[float, float, float]:
-    """Difference and interval where what was not answered has the score 0."""
+def _counted_wrong(tasks: Sequence[str], first: Arm, second: Arm) -> tuple[float, float, float] | None:
+    """Difference and interval where what was asked and not answered has the score 0; None where nothing was asked."""
     found = []
     for task in tasks:
-        samples = first.items.get(task, {})
-        if not samples:
-            continue
-        values = [second.scores[task].get(one, 0.0) - first.scores[task].get(one, 0.0) for one in samples]
-        found.append(Differences.of(values, [item.cluster or one for one, item in samples.items()]))
+        items = first.items.get(task, {})
+        samples = [one for one in items if SKIPPED not in (first.status(task, one), second.status(task, one))]
+        if samples:
+            values = [second.scores[task].get(one, 0.0) - first.scores[task].get(one, 0.0) for one in samples]
+            found.append(Differences.of(values, [items[one].cluster or one for one in samples]))
+    if not found:
+        return None
     estimate = macro_estimate(found)
     return 100 * estimate.delta, 100 * estimate.low, 100 * estimate.high
 
@@ -206,19 +216,25 @@ def _kernels(first: Arm, second: Arm) -> dict[str, tuple[int, int]]:
 
 def _calls(arm: Arm) -> Counter[str]:
     total: Counter[str] = Counter()
-    for records in arm.records.values():
-        for record in records.values():
-            total.update(record.get("kernel_calls") or {})
+    for record in _answered(arm):
+        total.update(record.get("kernel_calls") or {})
     return total
 
 
+def _answered(arm: Arm) -> list[dict[str, Any]]:
+    """Records of the samples of the plan that have an answer."""
+    return [arm.records[task][one] for task, items in arm.items.items() for one in items if arm.status(task, one) == OK]
+
+
 def _noise(first: Arm, second: Arm, repeated: Arm) -> Noise:
-    """The same measures of A against A and of A against B."""
+    """The same measures of A against A and of A against B, on the samples that all three answered."""
+    common = {task: set(both_ok(first, second, task)) & set(both_ok(first, repeated, task)) for task in first.tasks}
+    first = replace(first, items={task: _kept(items, common[task]) for task, items in first.items.items()})
     changed, identical, nll = [], [], []
     for other in (repeated, second):
-        scores = [values_of(SCORE, first, other, task).differences for task in first.tasks if first.scores[task]]
-        pairs = sum(one.n for one in scores)
-        changed.append(sum(float((one.values != 0).sum()) for one in scores) / pairs if pairs else None)
+        scores = [values_of(SCORE, first, other, task) for task in first.tasks]
+        moved = [before != after for one in scores for before, after in zip(one.first, one.second, strict=True)]
+        changed.append(fmean(moved) if moved else None)
         tokens = divergence(first, other)
         identical.append(tokens.identical / tokens.n if tokens.n else None)
         losses = [values_of(NLL, first, other, task) for task in first.tasks]
@@ -226,11 +242,16 @@ def _noise(first: Arm, second: Arm, repeated: Arm) -> Noise:
         nll.append(fmean(each) if each else None)
     return Noise(
         label=repeated.label,
+        n=sum(map(len, common.values())),
         changed=_both(changed),
         identical=_both(identical),
         nll=_both(nll),
         probes=probe_differences(first, repeated),
     )
+
+
+def _kept(items: dict[str, Item], names: set[str]) -> dict[str, Item]:
+    return {name: item for name, item in items.items() if name in names}
 
 
 def _both(values: Sequence[float | None]) -> tuple[float, float] | None:
@@ -245,14 +266,18 @@ def _arm(arm: Arm) -> dict[str, Any]:
         "factors": arm.factors,
         "fingerprint": arm.manifest["fingerprint"],
         "counts": dict(arm.counts()),
-        "cut_answers": sum(
-            record.get("finish_reason") == "length" for records in arm.records.values() for record in records.values()
-        ),
+        "cut_answers": sum(record.get("finish_reason") == "length" for record in _answered(arm)),
     }
 
 
 def _notes(arms: Sequence[Arm]) -> list[str]:
     notes = [note for arm in arms for note in arm.manifest.get("notes", [])]
+    for arm in arms:
+        notes += [f"{name} was not asked: {why}" for name, why in arm.manifest.get("unloaded", {}).items()]
+        for name, items in arm.items.items():
+            twice = arm.manifest["tasks"][name]["samples"] - len(items)
+            if twice:
+                notes.append(f"{arm.label}: {twice} samples of {name} are more than once in the plan, and count once")
     truncated = sum(item.truncated for items in arms[0].items.values() for item in items.values())
     if truncated:
         notes.append(f"{truncated} prompts were truncated, the same in all runs")

@@ -117,6 +117,7 @@ class Noise:
 
     Attributes:
         label: The repeated run.
+        n: Samples that both runs and the repetition answered, on which all is measured.
         changed: Share of samples whose score changed, A/A and A/B.
         identical: Share of samples with identical tokens, A/A and A/B.
         nll: Mean absolute difference of gold log-probabilities, nats per token, A/A and A/B; None if not measured.
@@ -124,6 +125,7 @@ class Noise:
     """
 
     label: str
+    n: int
     changed: tuple[float, float] | None
     identical: tuple[float, float] | None
     nll: tuple[float, float] | None

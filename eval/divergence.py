@@ -115,6 +115,9 @@ def probe_differences(first: Arm, second: Arm) -> list[ProbeDifference]:
     labels = _labels(CONTEXTS)
     bins: list[list[tuple[float, float]]] = [[] for _ in labels]
     for _, _, one, other in _pairs(first, second, "probes"):
+        # a model that gives no log-probabilities of prompts has none
+        if not (one["probes"] and other["probes"]):
+            continue
         # a probe is a position and its log-probability; the positions follow from the length of the prompt alone
         for (position, before), (_, after) in zip(one["probes"], other["probes"], strict=True):
             bins[bisect_right(CONTEXTS, position)].append((before, after))

@@ -102,7 +102,7 @@ def _chosen(loaded: Loaded, suite: Suite, ids: Sequence[str] | None) -> list[Sam
         missing = [one for one in ids if one not in known]
         if missing:
             raise PlanError(f"{loaded.task.name} must have the samples of the earlier run, got no {missing[0]!r}")
-        return [sample for one in ids if (sample := known[one]) is not None]
+        return [sample for one in dict.fromkeys(ids) if (sample := known[one]) is not None]
     limit = suite.asking.limit
     if limit is None or limit >= len(loaded.samples):
         return loaded.samples

@@ -99,9 +99,11 @@ def _error(result: GateResult, estimate: Estimate) -> str:
 def _missing(result: GateResult, estimate: Estimate) -> str:
     if estimate.needed is None:
         return "no margin is declared"
+    of = "pairs" if len(result.tasks) == 1 else "pairs of each task"
+    if not estimate.variance:
+        return f"with {estimate.needed:,} {of} that change as little, no change of the margin would be left"
     if estimate.needed * len(result.tasks) <= estimate.n:
         return "the change lies too near the margin for either"
-    of = "pairs" if len(result.tasks) == 1 else "pairs of each task"
     return f"about {estimate.needed:,} {of} would find a change of the margin in 80 % of runs"
 
 
@@ -114,7 +116,7 @@ def task_cells(result: TaskResult) -> tuple[str, ...]:
         str(result.n),
         f"{result.first:.2f}",
         f"{result.second:.2f}",
-        f"{result.second - result.first:+.2f}",
+        f"{100 * estimate.delta:+.2f}",
         f"[{100 * estimate.low:+.2f}, {100 * estimate.high:+.2f}] {estimate.interval}",
         f"{estimate.changed / estimate.n:.0%}",
         p_text(estimate.p),
@@ -129,7 +131,7 @@ def task_lines(pair: Pair) -> list[str]:
     lost = [result for result in pair.tasks if result.estimate.high < 0 and result.p_holm < ALPHA]
     if not lost:
         return [f"No single task of {len(pair.tasks)} lost for certain (Holm over the tasks)."]
-    names = ", ".join(f"{one.task} {one.second - one.first:+.2f} points (p {p_text(one.p_holm)})" for one in lost)
+    names = ", ".join(f"{one.task} {100 * one.estimate.delta:+.2f} points (p {p_text(one.p_holm)})" for one in lost)
     return [f"Lost for certain, Holm over {len(pair.tasks)} tasks: {names}."]
 
 
@@ -185,7 +187,7 @@ def noise_lines(pair: Pair) -> list[str]:
     noise = pair.noise
     if noise is None:
         return []
-    lines = [f"{noise.label} repeats {pair.first}:"]
+    lines = [f"{noise.label} repeats {pair.first}, on {noise.n} samples that all three answered:"]
     for name, both, form in (
         ("scores changed", noise.changed, "{:.2%}"),
         ("identical tokens", noise.identical, "{:.2%}"),

@@ -84,7 +84,7 @@ def write_run(
         "factors": {},
         "fingerprint": fingerprint(content),
         "model": {"name": "made up"},
-        "settings": {"suite": content},
+        "settings": {"suite": content, "kernels": []},
         "comparable": {"suite": content},
         "suite": content,
         "tasks": tasks,

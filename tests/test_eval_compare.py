@@ -177,10 +177,11 @@ def test_what_was_not_measured_is_no_verdict(tmp_path: Path) -> None:
 
 def test_a_task_whose_data_was_missing_leaves_its_gate_open(tmp_path: Path) -> None:
     suite = suite_of(("gsm8k_cot", "qasper"))
-    tasks = {"tasks": {"gsm8k_cot": {}}, "unloaded": {"qasper": "no such file"}}
+    tasks = {"tasks": {"gsm8k_cot": {"samples": 400}}, "unloaded": {"qasper": "no such file"}}
     records = [answer("gsm8k_cot", at) for at in range(400)]
     comparison = two(tmp_path, records, records, suite=suite, **tasks)
     assert gate(comparison).note == "score was not measured on qasper"
+    assert comparison.notes == ["qasper was not asked: no such file"]
     assert comparison.exit_code == ExitCode.INCONCLUSIVE
 
 

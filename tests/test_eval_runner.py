@@ -255,6 +255,13 @@ def test_a_limit_draws_samples_that_another_run_takes_over(ask: Any, tmp_path: P
     assert ids("three") != ids("one")
     ask("four", ids_from=tmp_path / "one")
     assert ids("four") == ids("one")
+    # a plan that names a sample twice asks it once
+    drawn, folder = ids("one"), RunFolder(tmp_path / "one")
+    for task in drawn:
+        rows = folder.read_lines(Path("items") / f"{task}.jsonl")
+        folder.write_lines(Path("items") / f"{task}.jsonl", [*rows, rows[0]])
+    ask("once", ids_from=tmp_path / "one")
+    assert ids("once") == drawn
     short = tmp_path / "short.toml"
     short.write_text(SUITE.format(asking="").replace("samples = 7", "samples = 2"))
     with pytest.raises(PlanError, match="must have the samples of the earlier run, got no 'made-"):

@@ -45,6 +45,8 @@ def test_each_harness_reads_the_number_that_it_is_known_to_read(text: str, expec
         ("7\nQ: and 8?", "7"),
         ("9</s> 10", "9"),
         ("\u0661\u0662", None),
+        # four letters that become eight in lower case
+        ("\u0130\u0130\u0130\u0130 The ANSWER IS 18", "18"),
     ],
 )
 def test_ours_understands_signs_groups_and_decimals(text: str, expected: str | None) -> None:
@@ -61,6 +63,14 @@ def test_a_gold_answer_is_right_for_every_scorer_that_reads_its_form(gold: str) 
     assert find_scorer("lm_eval_cot_strict").score(f"The answer is {number}.", [gold], []) == 1.0
     assert find_scorer("lm_eval_flex").score(f"{gold} ", [gold], []) == 1.0
     assert find_scorer("numeric").score("The answer is 3.", [gold], []) == 0.0
+
+
+def test_digits_without_end_are_a_number_like_any_other() -> None:
+    # Python makes no integer of more than 4300 digits
+    assert of.vllm("9" * 5000) == "9" * 5000
+    assert (of.vllm("so 18"), of.vllm("000"), of.vllm("05")) == ("18", "0", None)
+    for name in ("numeric", "lm_eval_flex", "vllm", "opencompass"):
+        assert find_scorer(name).score("9" * 5000, ["#### 9"], []) == 0.0
 
 
 def test_an_amount_with_cents_is_right_by_ours_alone() -> None:

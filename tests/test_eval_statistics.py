@@ -92,7 +92,9 @@ def test_the_exact_interval_of_many_flips_lies_inside_the_margin_or_not() -> Non
     assert found.p_worse == pytest.approx(0.097, abs=5e-4)
     assert found.verdict() is Verdict.REGRESSED
     assert binary_estimate(30, 12, 1319, margin=0.0218).within == (False, True)
-    assert binary_estimate(30, 12, 1319, margin=0.0219).within == (True, True)
+    # from 2.19 percent on the exact bound is inside, and p of the score test falls below 0.05 at 2.25
+    assert binary_estimate(30, 12, 1319, margin=0.0219).within == (False, True)
+    assert binary_estimate(30, 12, 1319, margin=0.0226).within == (True, True)
 
 
 @pytest.mark.parametrize(
@@ -269,6 +271,29 @@ def test_the_bound_of_unbounded_scores_takes_their_scale() -> None:
     assert real_estimate(zeros, margin=0.05, scale=4.0).verdict() is Verdict.INCONCLUSIVE
     assert macro_estimate([zeros, zeros], margin=0.05).verdict() is Verdict.EQUIVALENT
     assert macro_estimate([zeros, Differences.of([0.0] * 20)], margin=0.05).verdict() is Verdict.INCONCLUSIVE
+
+
+def test_the_pairs_that_are_still_needed_are_enough_and_one_less_is_not() -> None:
+    for tasks, scale in ((1, 1.0), (6, 1.0), (1, 4.0), (6, 0.4)):
+        unsure = macro_estimate([Differences.of([0.0] * 3)] * tasks, margin=0.02, scale=scale)
+        assert unsure.needed is not None
+        verdicts = [
+            macro_estimate([Differences.of([0.0] * n)] * tasks, margin=0.02, scale=scale).verdict()
+            for n in (unsure.needed - 1, unsure.needed)
+        ]
+        assert verdicts == [Verdict.INCONCLUSIVE, Verdict.EQUIVALENT]
+    # a margin that no pair can reach needs one
+    assert real_estimate(Differences.of([0.0] * 3), margin=2.0).needed == 1
+
+
+def test_pairs_of_one_context_raise_what_is_needed(rng: np.random.Generator) -> None:
+    values = np.repeat(rng.normal(0, 0.2, 20), 10)
+    alone = real_estimate(Differences.of(values), margin=0.05)
+    together = real_estimate(Differences.of(values, [str(at // 10) for at in range(200)]), margin=0.05)
+    assert alone.needed is not None
+    assert together.needed is not None
+    assert together.needed == pytest.approx(alone.needed * (together.se / alone.se) ** 2, rel=0.01)
+    assert together.needed > 5 * alone.needed
 
 
 def test_no_flip_in_any_task_bounds_the_mean_of_their_shares() -> None:

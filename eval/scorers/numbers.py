@@ -12,6 +12,7 @@ from decimal import Decimal
 STOPS = ("Question:", "Q:", "</s>", "<|im_end|>")
 # a sign belongs to a number only where it does not stand between two
 _NUMBER = re.compile(r"(?:(?<![\w.,)])[-+])?\$?(\d{1,3}(?:,\d{3})+(?!\d)|\d+)(\.\d+)?", re.ASCII)
+_ANNOUNCED = re.compile("answer is", re.ASCII | re.IGNORECASE)
 _FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
 _HASHES = re.compile(r"#### (\-?[0-9\.\,]+)")
 _ANSWER_IS = re.compile(r"The answer is (\-?[0-9\.\,]+).")
@@ -27,8 +28,8 @@ def numeric(text: str) -> str | None:
     text = text[: min((at for stop in STOPS if (at := text.find(stop)) >= 0), default=len(text))]
     if "####" in text:
         found = _NUMBER.search(text, text.index("####") + 4)
-    elif "answer is" in text.lower():
-        found = _NUMBER.search(text, text.lower().rindex("answer is") + 9)
+    elif announced := list(_ANNOUNCED.finditer(text)):
+        found = _NUMBER.search(text, announced[-1].end())
     else:
         found = next(reversed(list(_NUMBER.finditer(text))), None)
     return None if found is None else _shortest(found.group())
@@ -64,7 +65,8 @@ def vllm(text: str) -> str | None:
     last = digits[-1] if digits else ""
     # a literal has ASCII digits and no leading zero, unless it is zero
     valid = last.isascii() and last.isdigit() and (not last.startswith("0") or not last.strip("0"))
-    return str(int(last)) if valid else None
+    # without an integer, of which Python makes none from more than 4300 digits
+    return (last.lstrip("0") or "0") if valid else None
 
 
 def opencompass(text: str) -> str | None:

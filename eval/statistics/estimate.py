@@ -43,9 +43,11 @@ class Estimate:
         margin: The loss that the suite accepts, declared before the runs; None if it declares none.
         p_worse: Of the data if the second run were worse by the margin; 1 without one.
         p_better: The same for better.
-        within: Whether a bound that needs no normal distribution lies inside the margin, below and above; True where no
-            such bound is asked for.
+        within: Whether stricter bounds, which hold with few differences too, lie inside the margin, below and above;
+            True where no such bound is asked for.
         flip_bound: Where nothing differs, the share of pairs that may differ all the same, 95 % one-sided; else None.
+        tasks: Of which this is the mean.
+        scale: What a single pair may change by at most.
     """
 
     n: int
@@ -64,6 +66,8 @@ class Estimate:
     p_better: float = 1.0
     within: tuple[bool, bool] = (True, True)
     flip_bound: float | None = None
+    tasks: int = 1
+    scale: float = 1.0
 
     @property
     def detectable(self) -> float:
@@ -72,10 +76,16 @@ class Estimate:
 
     @property
     def needed(self) -> int | None:
-        """Pairs with which a difference of the margin would be found in 80 % of comparisons; None without a margin."""
+        """Pairs of a task with which a difference of the margin would be found in 80 % of comparisons.
+
+        Where no pair differs from the others, those that would show that few can; None without a margin.
+        """
         if self.margin is None:
             return None
-        return needed_pairs(self.variance, self.margin) if self.variance else rule_of_three_pairs(self.margin)
+        if self.variance:
+            return needed_pairs(self.variance, self.margin)
+        share = self.margin / self.scale
+        return math.ceil(rule_of_three_pairs(share) / self.tasks) if share < 1 else 1
 
     def non_inferior(self, alpha: float = ALPHA) -> bool:
         """Whether a loss of the margin or more is excluded."""

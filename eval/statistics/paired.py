@@ -14,6 +14,7 @@ from .estimate import ALPHA, Estimate, macro_flip_bound
 
 RESAMPLES = 9999
 MOST_ENUMERATED = 13
+ROUNDING = 1e-9
 # numbers of a block of resamples, which bounds the memory
 _BLOCK = 1_000_000
 Floats = NDArray[np.float64]
@@ -68,7 +69,9 @@ class Differences:
     @property
     def has_no_spread(self) -> bool:
         """Whether all values are equal, or all pairs are of one cluster: then no error can be estimated from them."""
-        return self.sizes.size < 2 or bool((self.values == self.values[0]).all())
+        spread = float(np.ptp(self.values))
+        # what was rounded before it was subtracted differs by rounding
+        return self.sizes.size < 2 or spread <= ROUNDING * max(1.0, float(np.abs(self.values).max()))
 
     @property
     def naive_error(self) -> float:
@@ -115,7 +118,8 @@ def real_estimate(
         high=high,
         interval=interval,
         changed=int((values != 0).sum()),
-        variance=float(values.var(ddof=1)),
+        variance=differences.n * se**2,
+        scale=scale,
         **_margin_tests(delta, se, differences.sizes.size - 1, margin),
     )
 
@@ -154,7 +158,9 @@ def macro_estimate(
         high=high,
         interval=interval,
         changed=sum(int((task.values != 0).sum()) for task in tasks),
-        variance=float(sum(task.values.var(ddof=1) if task.n > 1 else 0.0 for task in tasks)) / len(tasks) ** 2,
+        variance=sum(task.n * task.error**2 for task in tasks) / len(tasks) ** 2,
+        tasks=len(tasks),
+        scale=scale,
         **_margin_tests(delta, se, degrees, margin),
     )
 
@@ -276,5 +282,7 @@ def _degenerate(tasks: Sequence[Differences], delta: float, *, margin: float | N
         changed=sum(int((task.values != 0).sum()) for task in tasks),
         variance=0.0,
         flip_bound=bound if same else None,
+        tasks=len(tasks),
+        scale=scale,
         **tests,
     )
