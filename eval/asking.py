@@ -22,8 +22,11 @@ from .plan import Batch, Planned, cut
 from .redaction import redacted
 from .run_folder import OK
 from .suite import Asking
+from .surrogates import writable
 
 GAP_DIGITS, LOG_DIGITS = 4, 6
+# stages that serve the tokens behind the first one
+DECODING = ("decode", "kda_decode")
 # a token that had no rival at all
 WIDEST_GAP = 1e4
 Clock = Callable[[], float]
@@ -62,15 +65,15 @@ class Questioner:
         records: list[dict[str, Any]] = []
         for part in cut(batch.members, len(batch.members), self.most_tokens):
             began = self.clock()
-            generated = self._answers(part, self._generate) if self.asking.generate else [None] * len(part)
-            scored = self._answers(part, self._score) if self.asking.score else [None] * len(part)
+            generated = self._answers(part, self._generate) if self.asking.generate else [(None, 0)] * len(part)
+            scored = self._answers(part, self._score) if self.asking.score else [(None, 0)] * len(part)
             took = self.clock() - began
             self.model_seconds += took
-            for one, answer, losses in zip(part, generated, scored, strict=True):
+            for one, (answer, size), (losses, scored_size) in zip(part, generated, scored, strict=True):
                 record = _served(_record(one, answer, losses, self.asking), self.kernels)
                 record |= {
                     "batch_id": batch.number,
-                    "batch_size": len(part),
+                    "batch_size": size or scored_size,
                     "batch_position": len(records),
                     "batch_s": round(took, 4),
                     "attempt": attempts.get((one.item.task, one.item.id), 0) + 1,
@@ -79,17 +82,19 @@ class Questioner:
                 records.append(record)
         return records
 
-    def _answers(self, members: Sequence[Planned], call: Callable[[Sequence[Planned]], list[Any]]) -> list[Any]:
-        """One outcome per sample, whatever happens."""
+    def _answers(
+        self, members: Sequence[Planned], call: Callable[[Sequence[Planned]], list[Any]]
+    ) -> list[tuple[Any, int]]:
+        """One outcome per sample, whatever happens, with how many were asked at once."""
         try:
-            return call(members)
+            return [(outcome, len(members)) for outcome in call(members)]
         except OutOfMemoryError as error:
             failure = Failure(status=OUT_OF_MEMORY, reason=str(error) or "out of memory")
         except Exception as error:
             failure = Failure(status=ERROR, reason=f"{type(error).__name__}: {error}")
         # asked again out here, where the error no longer holds what the model had allocated
         if len(members) == 1:
-            return [failure]
+            return [(failure, 1)]
         if failure.status == OUT_OF_MEMORY:
             self._halve(members)
             half = (len(members) + 1) // 2
@@ -164,7 +169,7 @@ def _record(
     calls: dict[str, int] = {}
     if isinstance(answer, Generated):
         record |= {
-            "output_text": answer.text,
+            "output_text": writable(answer.text),
             "output_ids": list(answer.ids),
             "finish_reason": answer.finish_reason,
             "gaps": _gaps(answer.gaps),
@@ -189,6 +194,9 @@ def _served(record: dict[str, Any], kernels: Sequence[str]) -> dict[str, Any]:
     for kernel in kernels if record["status"] == OK else ():
         stage = kernel.partition("/")[0]
         calls = {name: count for name, count in record["kernel_calls"].items() if name.partition("/")[0] == stage}
+        if not calls and stage in DECODING and len(record.get("output_ids", ())) == 1:
+            # the first token comes from the prefill, and was the last
+            continue
         if set(calls) != {kernel} or calls[kernel] < 1:
             got = ", ".join(f"{name} {count} times" for name, count in sorted(calls.items())) or "no call"
             return record | {"status": ERROR, "error": f"{stage} must be served by {kernel} alone, got {got}"}

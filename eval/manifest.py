@@ -1,5 +1,6 @@
 """What a run was made with: settings that bind its continuation, and those that two runs must share."""
 
+import hashlib
 import platform
 import subprocess
 import sys
@@ -55,6 +56,7 @@ def make_manifest(
         "machine": f"{platform.system()} {platform.machine()}",
         "wrapped": list(plan.wrapped),
         "kernels": list(kernels),
+        "sources": _sources(),
     }
     comparable = {
         "schema": SCHEMA,
@@ -104,6 +106,15 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def _sources() -> str:
+    """Digest of the rooms whose code answers: half of a run must not come from other kernels than the rest."""
+    root, found = Path(__file__).resolve().parent.parent, hashlib.sha256()
+    for room in ("eval", "optimized", "reference"):
+        for path in sorted((root / room).rglob("*.py")):
+            found.update(f"{path.relative_to(root).as_posix()} ".encode() + path.read_bytes())
+    return found.hexdigest()
 
 
 def _git() -> str:

@@ -98,7 +98,7 @@ def run_suite(options: RunOptions, console: Console) -> int:
         return ExitCode.PASSED
     with folder.lock():
         if folder.exists:
-            found = differences(folder.manifest()["settings"], manifest["settings"])
+            found = differences(_bound(folder.manifest()), _bound(manifest))
             if found:
                 console.print(f"{folder.path} was begun with other settings:", style="red", soft_wrap=True)
                 for one in found:
@@ -109,6 +109,11 @@ def run_suite(options: RunOptions, console: Console) -> int:
         else:
             folder.create(manifest, plan.items)
         return _Run(folder, suite, model, options.kernels, console).go(plan, batches)
+
+
+def _bound(manifest: dict[str, Any]) -> dict[str, Any]:
+    """What a run is continued under: its settings, and what reports call it."""
+    return {**manifest["settings"], "label": manifest["label"], "factors": manifest["factors"]}
 
 
 class _Run:

@@ -128,7 +128,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(b'data: {"choi')
                 return
             choices = [choice, choice] if fault == "two" else [choice]
-            data = "nonsense" if fault == "garbage" else json.dumps({"choices": choices})
+            # letters as they are, as servers write them
+            data = "nonsense" if fault == "garbage" else json.dumps({"choices": choices}, ensure_ascii=False)
             self.wfile.write(f"data: {data}\n\n".encode())
         usage = {"completion_tokens": len(answer), "completion_tokens_details": {"accepted_prediction_tokens": 3}}
         self.wfile.write(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n".encode())

@@ -74,6 +74,24 @@ def test_an_answer_ends_where_its_whole_text_first_holds_a_stop(stop: tuple[str,
     assert len(ends) > 1 or not stop
 
 
+def test_a_stop_text_that_is_a_special_token_ends_an_answer_by_its_id() -> None:
+    class Special(Counting):
+        """Its token 5 is ``<end>``, which has no text."""
+
+        def encode(self, text: str, *, special: bool) -> list[int]:
+            return [5] if text == "<end>" else super().encode(text, special=special)
+
+    request = GenerateRequest(prompt_ids=(0,), max_new_tokens=9, stop=("Q:", "<end>", "ab"))
+    answer = Answer.to(request, Special(), frozenset({7}))
+    # ab has a text, by which it is found
+    assert answer.ends == {5, 7}
+    for one in (0, 0, 5):
+        answer.add(one, 1.0, 0.0)
+    outcome = answer.outcome(Counter())
+    assert isinstance(outcome, Generated)
+    assert (outcome.text, outcome.ids, outcome.finish_reason) == ("aa", (0, 0, 5), "stop")
+
+
 def test_a_long_answer_is_not_decoded_again_with_each_token() -> None:
     found, tokenizer = answered([0] * 1000, ("Q:",), 1)
     assert found.finish_reason == "length"

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,25 @@ def test_the_description_says_what_answers_depend_on(folder: Path) -> None:
         "attention": "mla_prefill", "decode": "eager", "chunk": 2, "step": 3, "dtype": "float32",
     }  # fmt: skip
     assert described["weights_sha256"] != made(folder).describe()["weights_sha256"]
+
+
+def test_what_answers_depend_on_beside_the_weights_is_described(folder: Path, tmp_path: Path) -> None:
+    before = made(folder).describe()
+    names = ("weights_sha256", "config_sha256", "tokenizer_sha256")
+    for file, old, new, changed in (
+        ("config.json", '"rope_theta": 100.0', '"rope_theta": 10.0', ["config_sha256"]),
+        ("generation_config.json", '"eos_token_id": 17', '"eos_token_id": 3', ["config_sha256"]),
+        ("tokenizer.json", '"a": 0', '"z": 0', ["tokenizer_sha256"]),
+    ):
+        copy = tmp_path / file
+        shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("cache"))
+        text = (copy / file).read_text()
+        assert text.count(old) == 1
+        (copy / file).write_text(text.replace(old, new))
+        after = made(copy).describe()
+        assert [name for name in names if after[name] != before[name]] == changed
+    shutil.copytree(folder, tmp_path / "same", ignore=shutil.ignore_patterns("cache"))
+    assert {name: made(tmp_path / "same").describe()[name] for name in names} == {name: before[name] for name in names}
 
 
 @pytest.mark.parametrize(

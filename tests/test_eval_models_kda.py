@@ -11,7 +11,7 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers", reason="the extra `model` is not installed")
 pytest.importorskip("tokenizers", reason="the extra `model` is not installed")
 
-from tiny_models import PROMPTS, generated, made, save_kimi, save_llama, scored, values  # noqa: E402
+from tiny_models import PROMPTS, TARGETS, generated, made, save_kimi, save_llama, scored, values  # noqa: E402
 
 from assay.eval.models import _hf_kda  # noqa: E402
 from assay.eval.models._hf_kda import CHUNK, RECURRENT, DeltaRule  # noqa: E402
@@ -44,6 +44,17 @@ def test_a_padded_batch_answers_as_single_prompts_do(folder: Path) -> None:
     model = made(folder, kda="torch", step="4")
     alone = [answer for prompt in PROMPTS for answer in generated(model, [prompt])]
     assert [one.ids for one in generated(model)] == [one.ids for one in alone]
+
+
+@pytest.mark.parametrize("options", [{}, *ARMS])
+def test_a_first_step_of_one_column_moves_no_row_that_has_not_begun(folder: Path, options: dict[str, str]) -> None:
+    # 11 columns in steps of 5 and 14 in steps of 13: the first is one wide, and only the longest prompt is in it
+    model = made(folder, **(options | {"step": "5"}))
+    alone = [answer for prompt in PROMPTS for answer in generated(model, [prompt])]
+    assert [one.ids for one in generated(model)] == [one.ids for one in alone]
+    model = made(folder, **(options | {"step": "13"}))
+    single = [found for pair in zip(PROMPTS, TARGETS, strict=True) for found in scored(model, *zip(pair, strict=True))]
+    torch.testing.assert_close(values(scored(model)), values(single), rtol=0, atol=1e-4)
 
 
 def test_states_leave_the_batch_with_their_rows(folder: Path) -> None:

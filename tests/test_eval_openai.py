@@ -1,8 +1,10 @@
 """OpenAI-compatible servers: what is sent, what is read, and every way in which a server can fail."""
 
+import asyncio
 import json
 import sys
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ from typer.testing import CliRunner
 
 from assay.eval import cli
 from assay.eval.models import load_model
+from assay.eval.models._openai_answers import Streamed, events, lines
 from assay.eval.models.interface import Failure, Generated, GenerateRequest, Scored, ScoreRequest
 from assay.eval.models.openai import GREEDY, OpenAIModel
 from assay.eval.run_folder import RunFolder
@@ -73,6 +76,35 @@ def test_a_server_without_token_ids_is_told_from_one_with_them() -> None:
     assert isinstance(found, Generated)
     assert found.ids == tuple(map(ord, "fedc"))
     assert found.facts["ids_from"] == "text"
+
+
+def test_letters_that_part_lines_elsewhere_stay_in_their_answer() -> None:
+    with serving() as server:
+        found = made(server).generate([request("\u2028\u2029\u0085\u00e9")])[0]
+    assert isinstance(found, Generated), found
+    assert (found.text, len(server.bodies)) == ("\u00e9\u0085\u2029\u2028", 1)
+
+
+def test_events_end_where_lines_do_however_they_are_packed() -> None:
+    stream = 'data: {"at": 1, "text": "a\u2028b"}\r\n\r\n: a comment\ndata: {"at": 2}\n\ndata: [DONE]'
+
+    async def packed(size: int) -> AsyncIterator[str]:
+        for at in range(0, len(stream), size):
+            yield stream[at : at + size]
+
+    async def read(size: int) -> list[Any]:
+        return [event async for event in events(lines(packed(size)))]
+
+    for size in (1, 7, 30, len(stream)):
+        assert asyncio.run(read(size)) == [{"at": 1, "text": "a\u2028b"}, {"at": 2}]
+
+
+def test_a_letter_in_two_halves_is_one_letter() -> None:
+    answer = Streamed()
+    for half, end in (("\ud83d", None), ("\ude00!", None), ("\ud83d", "stop")):
+        answer.add({"choices": [{"text": half, "finish_reason": end}]}, 0.0)
+    answer.check()
+    assert answer.text == "\U0001f600!\ufffd"
 
 
 def test_answers_keep_the_order_of_their_requests_and_the_server_its_limit() -> None:

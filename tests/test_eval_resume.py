@@ -62,6 +62,21 @@ def test_other_settings_are_refused_with_a_list(ask: Any, tmp_path: Path, suite:
     assert ask()[0] == ExitCode.SETTINGS_DIFFER
 
 
+def test_other_code_or_another_name_is_refused(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask(factors={"kernel": "old"})
+    code, output, _ = ask(factors={"kernel": "new"})
+    assert code == ExitCode.SETTINGS_DIFFER
+    assert 'factors.kernel: "old" against "new"' in output
+    code, output, _ = ask(factors={"kernel": "old"}, label="other")
+    assert code == ExitCode.SETTINGS_DIFFER
+    assert 'label: "run" against "other"' in output
+    # a kernel of the house that was changed meanwhile answers otherwise
+    monkeypatch.setattr("assay.eval.manifest._sources", lambda: "changed")
+    code, output, _ = ask(factors={"kernel": "old"})
+    assert code == ExitCode.SETTINGS_DIFFER
+    assert 'against "changed"' in output
+
+
 def test_only_what_failed_is_asked_again(ask: Any, tmp_path: Path) -> None:
     ask(model=DigestModel(late="Remember them"))
     code, output, model = ask(model=DigestModel())

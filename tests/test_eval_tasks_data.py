@@ -131,6 +131,25 @@ def test_a_record_without_a_field_is_set_aside_with_its_line(tmp_path: Path, row
     assert [one.index for one in loaded.samples[:3]] == [0, 1, 3]
 
 
+def test_a_record_without_classes_has_none(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    del rows[0]["all_classes"]
+    rows[1]["all_classes"] = "news"
+    (tmp_path / "multi_news.jsonl").write_text(lines(rows), encoding="utf-8")
+    loaded = load(tmp_path)
+    assert loaded.samples[0].classes == ()
+    assert [(one.id, one.reason.partition(": ")[2]) for one in loaded.broken] == [
+        ("id-1", "the field 'all_classes' must be a list of texts, got 'news'")
+    ]
+
+
+def test_a_record_with_half_a_letter_is_set_aside(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    rows[0]["input"], rows[1]["_id"], rows[2]["answers"] = "why \ud83d", "id \ude00", ["2011", "\ud83d"]
+    (tmp_path / "multi_news.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
+    loaded = load(tmp_path)
+    assert [one.id for one in loaded.broken] == ["id-0", "id \ufffd", "id-2"]
+    assert "a text must hold whole letters, got half of one at 4" in loaded.broken[0].reason
+
+
 def test_data_in_another_form_is_refused_as_a_whole(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     rehosted = [{"context": one["context"], "question": "Question: when?\n", "answers": one["answers"]} for one in rows]
     (tmp_path / "multi_news.jsonl").write_text(lines(rehosted), encoding="utf-8")

@@ -75,6 +75,13 @@ class Answer:
     gaps: list[float] = field(default_factory=list)
     reason: str = ""
 
+    @classmethod
+    def to(cls, request: GenerateRequest, tokenizer: Tokenizer, ends: frozenset[int]) -> "Answer":
+        """One that has not begun; a stop text that is a special token has no text by which it could be found."""
+        stops = [tokenizer.encode(stop, special=False) for stop in request.stop]
+        special = {ids[0] for ids in stops if len(ids) == 1 and not tokenizer.decode(ids)}
+        return cls(request=request, tokenizer=tokenizer, ends=ends | special)
+
     def banned(self) -> frozenset[int]:
         """Tokens that would end it too early."""
         if len(self.ids) >= self.request.min_new_tokens:

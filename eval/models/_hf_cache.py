@@ -5,6 +5,7 @@ These leave room behind a token and write the next ones there.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,19 @@ def new_cache(config: Any) -> Any:
     roomy = _roomy_layer()
     cache.layers = [roomy() if type(layer) is utilities.DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+def forget(cache: Any, rows: Sequence[int]) -> None:
+    """Put the states of linear layers back to zero for rows that have not begun.
+
+    transformers takes a step of one column for decoding and masks nothing in it, so that a column without a token moves
+    them; in wider steps they stay zero.
+    """
+    for layer in cache.layers:
+        for name in ("conv_states", "recurrent_states"):
+            for state in getattr(layer, name, {}).values():
+                if state is not None:
+                    state[list(rows)] = 0
 
 
 @functools.cache

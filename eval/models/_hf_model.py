@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._hf_attention import Attention
 from ._hf_batch import Answer, PaddedBatch, choose, next_log_probabilities, trailing
-from ._hf_cache import new_cache
+from ._hf_cache import forget, new_cache
 from ._hf_kda import DeltaRule
 from .interface import ERROR, Failure, Generated, GenerateRequest, OutOfMemoryError, Scored, ScoreRequest
 from .tokenizers import HubTokenizer
@@ -94,7 +94,7 @@ class HfModel:
 
     def _generate(self, requests: list[GenerateRequest]) -> list[Generated | Failure]:
         batch = PaddedBatch.of([one.prompt_ids for one in requests], self._like.device)
-        answers = [Answer(request=one, tokenizer=self.tokenizer, ends=self._ends) for one in requests]
+        answers = [Answer.to(one, self.tokenizer, self._ends) for one in requests]
         cache = new_cache(self._network.config)
         for _, _, logits in self._prefill(batch, cache, keep=1):
             last = logits[:, -1]
@@ -179,6 +179,9 @@ class HfModel:
                 batch.ids[:, columns], batch.mask[:, :stop], batch.positions[:, columns], cache, keep=keep
             )
             batch.count(self._attention.take(), stop)
+            idle = [row for row, pad in enumerate(batch.pads) if pad >= stop]
+            if stop - start == 1 and idle:
+                forget(cache, idle)
             yield start, stop, logits
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, *, keep: int) -> Tensor:

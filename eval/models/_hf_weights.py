@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from ..extras import require
+from ..settings import text_digest
 from ._hf_conversion import cached_path, convert_network, keep_precise, load_converted, save_converted
 from ._hf_forms import Form
 
@@ -96,3 +98,14 @@ def digest(network: Any) -> str:
         found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
         found.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())
     return found.hexdigest()
+
+
+def config_digest(network: Any) -> str:
+    """sha256 of what is configured beside the weights, such as frequencies, and of the tokens that end an answer.
+
+    Left out are what transformers notes for itself, and its version, which is a setting of its own.
+    """
+    config = network.config.to_dict()
+    kept = {name: value for name, value in config.items() if name[0] != "_" and name != "transformers_version"}
+    ends = network.generation_config.eos_token_id
+    return text_digest(json.dumps([kept, ends], sort_keys=True, default=str))

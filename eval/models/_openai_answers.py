@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..surrogates import writable
 from .interface import LENGTH, STOP
 
 
@@ -66,12 +67,25 @@ class Streamed:
             raise TruncatedError("the stream must end with a finish reason, got none: the connection was cut")
         if self.finish_reason not in (STOP, LENGTH):
             raise AnswerError(f"the finish reason must be {STOP!r} or {LENGTH!r}, got {self.finish_reason!r}")
+        # a letter of two halves may have come in two events
+        self.text = writable(self.text)
 
 
 def _lead(likely: dict[str, float]) -> float:
     """The likeliest log-probability minus the next; NaN where the server sent but one."""
     values = sorted(likely.values(), reverse=True)
     return values[0] - values[1] if len(values) > 1 else float("nan")
+
+
+async def lines(chunks: AsyncIterator[str]) -> AsyncIterator[str]:
+    """The lines of a stream. They end in line feeds alone: U+2028 and its like may stand in an answer."""
+    rest = ""
+    async for chunk in chunks:
+        *whole, rest = (rest + chunk).split("\n")
+        for line in whole:
+            yield line
+    if rest:
+        yield rest
 
 
 async def events(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:

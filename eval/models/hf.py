@@ -18,7 +18,7 @@ from ._hf_forms import Form, Frequencies, Sized
 from ._hf_kda import DeltaRule
 from ._hf_model import HfModel
 from ._hf_options import count, read_rules
-from ._hf_weights import SMOLLM2, Weights, digest, find_smollm2, load_network
+from ._hf_weights import SMOLLM2, Weights, config_digest, digest, find_smollm2, load_network
 from .tokenizers import HubTokenizer
 
 # of 32: all four widths are in use, and its loss on English text is that of the original within 0.01
@@ -113,6 +113,8 @@ def load(
         "model": model,
         "architecture": type(network).__name__,
         "weights_sha256": digest(network),
+        "config_sha256": config_digest(network),
+        "tokenizer_sha256": tokenizer.sha256,
         **({"rope_frequencies": None} if form is None else form.describe()),
         "attention": attention,
         "decode": decode or (plain if served else attention),

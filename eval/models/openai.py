@@ -18,6 +18,7 @@ from ._openai_answers import (
     Streamed,
     TruncatedError,
     events,
+    lines,
     sglang_prompt_logprobs,
     vllm_prompt_logprobs,
 )
@@ -163,7 +164,7 @@ class OpenAIModel:
         began, answer = self._clock(), Streamed()
         async with client.stream("POST", f"{endpoint}/completions", json=body) as response:
             await _check(response)
-            async for event in events(response.aiter_lines()):
+            async for event in events(lines(response.aiter_text())):
                 answer.add(event, self._clock())
         answer.check()
         ended = self._clock()

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..extras import require
+from ..settings import fingerprint
 
 
 class HubTokenizer:
@@ -18,6 +19,14 @@ class HubTokenizer:
         transformers = require("transformers", extra="model")
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False, **source)
         self.has_chat_template = bool(self._tokenizer.chat_template)
+
+    @property
+    def sha256(self) -> str:
+        """Of all that turns text into tokens and back, and of the chat template."""
+        inside = getattr(self._tokenizer, "backend_tokenizer", None)
+        # one without a fast twin is what its vocabulary says
+        rules = inside.to_str() if inside is not None else sorted(self._tokenizer.get_vocab().items())
+        return fingerprint([rules, self._tokenizer.chat_template])
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Token ids."""

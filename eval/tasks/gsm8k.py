@@ -13,6 +13,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from ..surrogates import check_whole
 from .task import Sample, Task
 
 NUM_SAMPLES, NUM_TRAIN = 1319, 7473
@@ -99,6 +100,7 @@ def _question_and_answer(record: Mapping[str, Any]) -> tuple[str, str]:
     for name in ("question", "answer"):
         if not isinstance(record.get(name), str):
             raise ValueError(f"the field {name!r} must be a text, got {record.get(name)!r}")
+        check_whole(record[name])
     return record["question"], record["answer"]
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+from ..surrogates import writable
 from .gsm8k import NUM_TRAIN, examples, gsm8k_sample, gsm8k_tasks
 from .longbench import longbench_sample, longbench_tasks
 from .needle import Grid, needle_samples, needle_tasks
@@ -129,7 +130,7 @@ def _loaded(task: Task, rows: Rows, make: Callable[[Record, int], Sample], sourc
             samples.append(make(record, at))
         except ValueError as error:
             name = record.get("_id")
-            found = name if isinstance(name, str) and name else f"record-{at:04d}"
+            found = writable(name) if isinstance(name, str) and name else f"record-{at:04d}"
             broken.append(Broken(task=task.name, id=found, index=at, reason=f"{rows.origin}:{line}: {error}"))
     if not samples:
         reason = broken[0].reason if broken else "it is empty"

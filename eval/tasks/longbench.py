@@ -7,6 +7,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from ..surrogates import check_whole
 from .task import Sample, Task
 
 VARIANTS = {
@@ -74,7 +75,7 @@ def longbench_sample(task: Task, record: Mapping[str, Any], index: int) -> Sampl
         answers=tuple(record["answers"]),
         target=record["answers"][0],
         cluster=hashlib.sha1(record["context"].encode(), usedforsecurity=False).hexdigest(),
-        classes=tuple(record["all_classes"] or ()),
+        classes=tuple(record.get("all_classes") or ()),
         length=record["length"],
         stratum=length_bin(record["length"]) if task.family == "longbench_e" else "",
     )
@@ -95,6 +96,11 @@ def _check(task: Task, record: Mapping[str, Any]) -> None:
             raise ValueError(f"the field {name!r} must be {_WORDS[kind]}, got {_short(record.get(name))}")
     if not record["answers"] or not all(isinstance(answer, str) for answer in record["answers"]):
         raise ValueError(f"the field 'answers' must hold at least one text, got {_short(record['answers'])}")
+    for text in (record["_id"], record["input"], record["context"], *record["answers"]):
+        check_whole(text)
+    classes = record.get("all_classes") or []
+    if not isinstance(classes, list) or not all(isinstance(one, str) for one in classes):
+        raise ValueError(f"the field 'all_classes' must be a list of texts, got {_short(classes)}")
     if task.scored_by == NEEDS_CLASSES and not record.get("all_classes"):
         raise ValueError(f"the field 'all_classes' must list the classes, got {_short(record.get('all_classes'))}")
 
