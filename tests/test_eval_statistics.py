@@ -286,6 +286,26 @@ def test_the_pairs_that_are_still_needed_are_enough_and_one_less_is_not() -> Non
     assert real_estimate(Differences.of([0.0] * 3), margin=2.0).needed == 1
 
 
+def test_a_small_loss_says_no_more_than_none() -> None:
+    none, one = Differences.of([0.0] * 20), Differences.of([0.0] * 19 + [-0.05])
+    for tasks in ([none] * 6, [*[none] * 5, one]):
+        assert macro_estimate(tasks, margin=0.02).verdict() is Verdict.INCONCLUSIVE
+        assert macro_estimate(tasks, margin=0.02).needed == 25
+        assert macro_estimate(tasks, margin=0.03).verdict() is Verdict.EQUIVALENT
+    none, one = Differences.of([0.0] * 100), Differences.of([0.0] * 99 + [-0.02])
+    for margin, verdict in ((0.02, Verdict.INCONCLUSIVE), (0.03, Verdict.EQUIVALENT)):
+        assert [real_estimate(each, margin=margin).verdict() for each in (none, one)] == [verdict] * 2
+
+
+def test_where_many_differ_their_spread_says_what_others_might_do(rng: np.random.Generator) -> None:
+    values = np.zeros(200)
+    values[:40] = rng.normal(0, 0.05, 40)
+    # the bound without a difference, 1.49 percent, would not do
+    assert real_estimate(Differences.of(values), margin=0.01).verdict() is Verdict.EQUIVALENT
+    # all of ten differ, and by nearly the same
+    assert real_estimate(Differences.of(rng.normal(0, 1e-4, 10)), margin=0.01).verdict() is Verdict.EQUIVALENT
+
+
 def test_pairs_of_one_context_raise_what_is_needed(rng: np.random.Generator) -> None:
     values = np.repeat(rng.normal(0, 0.2, 20), 10)
     alone = real_estimate(Differences.of(values), margin=0.05)

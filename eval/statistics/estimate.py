@@ -48,6 +48,7 @@ class Estimate:
         flip_bound: Where nothing differs, the share of pairs that may differ all the same, 95 % one-sided; else None.
         tasks: Of which this is the mean.
         scale: What a single pair may change by at most.
+        few: Whether so few pairs differ that what was not seen is bounded as if none did.
     """
 
     n: int
@@ -68,6 +69,7 @@ class Estimate:
     flip_bound: float | None = None
     tasks: int = 1
     scale: float = 1.0
+    few: bool = False
 
     @property
     def detectable(self) -> float:
@@ -82,10 +84,11 @@ class Estimate:
         """
         if self.margin is None:
             return None
-        if self.variance:
-            return needed_pairs(self.variance, self.margin)
+        found = needed_pairs(self.variance, self.margin) if self.variance else 1
+        if self.variance and not self.few:
+            return found
         share = self.margin / self.scale
-        return math.ceil(rule_of_three_pairs(share) / self.tasks) if share < 1 else 1
+        return max(found, math.ceil(rule_of_three_pairs(share) / self.tasks) if share < 1 else 1)
 
     def non_inferior(self, alpha: float = ALPHA) -> bool:
         """Whether a loss of the margin or more is excluded."""

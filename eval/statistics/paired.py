@@ -15,6 +15,7 @@ from .estimate import ALPHA, Estimate, macro_flip_bound
 RESAMPLES = 9999
 MOST_ENUMERATED = 13
 ROUNDING = 1e-9
+FEWEST_CHANGED = 25
 # numbers of a block of resamples, which bounds the memory
 _BLOCK = 1_000_000
 Floats = NDArray[np.float64]
@@ -74,6 +75,12 @@ class Differences:
         return self.sizes.size < 2 or spread <= ROUNDING * max(1.0, float(np.abs(self.values).max()))
 
     @property
+    def few_differ(self) -> bool:
+        """Whether so few clusters hold a difference that it says little of what those without one might do."""
+        changed = int((np.bincount(self.clusters, weights=np.abs(self.values)) > 0).sum())
+        return changed < min(FEWEST_CHANGED, self.sizes.size / 2)
+
+    @property
     def naive_error(self) -> float:
         """Standard error of the mean if all pairs were independent."""
         return float(self.values.std(ddof=1) / math.sqrt(self.n)) if self.n > 1 else 0.0
@@ -120,7 +127,7 @@ def real_estimate(
         changed=int((values != 0).sum()),
         variance=differences.n * se**2,
         scale=scale,
-        **_margin_tests(delta, se, differences.sizes.size - 1, margin),
+        **_margin_tests([differences], delta, se, differences.sizes.size - 1, margin, scale),
     )
 
 
@@ -161,7 +168,7 @@ def macro_estimate(
         variance=sum(task.n * task.error**2 for task in tasks) / len(tasks) ** 2,
         tasks=len(tasks),
         scale=scale,
-        **_margin_tests(delta, se, degrees, margin),
+        **_margin_tests(tasks, delta, se, degrees, margin, scale),
     )
 
 
@@ -249,14 +256,21 @@ def _t(delta: float, se: float, degrees: int) -> tuple[float, float, str]:
     return delta - half, delta + half, "t"
 
 
-def _margin_tests(delta: float, se: float, degrees: int, margin: float | None) -> dict[str, Any]:
-    """Two one-sided t tests against the margin; without clusters those of ``ttest_1samp``."""
+def _margin_tests(
+    tasks: Sequence[Differences], delta: float, se: float, degrees: int, margin: float | None, scale: float
+) -> dict[str, Any]:
+    """Two one-sided t tests against the margin; without clusters those of ``ttest_1samp``.
+
+    Where few differ, what was not seen is bounded as where nothing differs: a small loss must not say more than none.
+    """
     if margin is None:
         return {}
     if margin <= 0:
         raise ValueError(f"margin must be positive, got {margin}")
     worse, better = (float(stats.t.sf(distance / se, max(1, degrees))) for distance in (delta + margin, margin - delta))
-    return {"margin": margin, "p_worse": worse, "p_better": better}
+    few = all(task.few_differ for task in tasks)
+    inside = not few or macro_flip_bound([task.sizes.size for task in tasks]) * scale < margin
+    return {"margin": margin, "p_worse": worse, "p_better": better, "within": (inside, inside), "few": few}
 
 
 def _degenerate(tasks: Sequence[Differences], delta: float, *, margin: float | None, scale: float) -> Estimate:
