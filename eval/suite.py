@@ -29,7 +29,7 @@ class Gate:
             generated tokens before the first that differs).
         margin: The loss that is accepted: points of 100 for ``score`` and ``agreement``, nats for ``nll``.
         tasks: Whose mean of means is judged; empty for all tasks of the suite.
-        scale: The most that ``nll`` of one sample is taken to change by, in nats, where no sample shows a change.
+        scale: The most that ``nll`` of one sample is taken to change by, in nats, where none or few show a change.
         tie: Of ``agreement``: where the likelier of two tokens leads by at most so many nats in both runs, rounding
             chooses between them, and a first difference there costs nothing. 0 excuses none.
     """
