@@ -11,7 +11,7 @@ from ..record import Verdict
 from . import planted
 from ._kda_twin import Answer, Arguments, chunk_step, cut_off, empty_answer, initial_state, kda_twin
 from ._kda_variants import single
-from ._memory import sixteen_requests
+from ._memory import TableByAddress, sixteen_requests
 
 OP = "kda"
 NUMERIC, NONFINITE, METAMORPHIC = Verdict.NUMERIC, Verdict.NONFINITE, Verdict.METAMORPHIC
@@ -53,17 +53,14 @@ def final_states_one_late(**arguments: Any) -> Answer:
     return out, final.roll(1, 0), kept
 
 
-_seen_offsets: dict[tuple[int, int], Tensor] = {}
+_OFFSETS = TableByAddress()
 
 
 @planted(OP, METAMORPHIC, NUMERIC, source="plans kept by the address of the lengths")
 def offsets_known_by_address(**arguments: Any) -> Answer:
     """Offsets are read once for every place in memory."""
     offsets = arguments["cu_seqlens"]
-    seen = _seen_offsets.setdefault((offsets.data_ptr(), len(offsets)), offsets.clone())
-    # what cannot be of this batch is read again
-    known = seen if int(seen[-1]) == int(offsets[-1]) else offsets
-    return kda_twin(arguments | {"cu_seqlens": known})
+    return kda_twin(arguments | {"cu_seqlens": _OFFSETS(offsets, offsets.diff())})
 
 
 @planted(OP, NUMERIC, source="a store that drops the low bits")

@@ -12,7 +12,7 @@ from ._kda_layer import clamped_decay, scale_under_a_norm
 from ._kda_step_slots import single
 from ._kda_step_twin import Answer, step_twin
 from ._kda_twin import cut_off, same
-from ._memory import sixteen_requests
+from ._memory import TableByAddress, sixteen_requests
 
 OP = "kda_step"
 NUMERIC = Verdict.NUMERIC
@@ -31,9 +31,11 @@ _seen_slots: dict[tuple[int, torch.Size], Tensor] = {}
 def slots_known_by_address(**arguments: Any) -> Answer:
     """Slots are read once for every place in memory."""
     table, size = arguments["slot_table"], len(arguments["state_pool"])
-    seen = _seen_slots.setdefault((table.data_ptr(), table.shape), table.clone())
-    # what cannot be of this pool is read again
-    known = seen if int(seen.max()) < size and torch.equal(seen < 0, table < 0) else table
+    key = table.data_ptr(), table.shape
+    seen = _seen_slots.get(key, table)
+    # what cannot be of this pool is forgotten: an earlier case that lay there must have no say
+    fits = int(seen.max()) < size and torch.equal(seen < 0, table < 0)
+    known = _seen_slots[key] = seen if fits and key in _seen_slots else table.clone()
     return step_twin(arguments | {"slot_table": known})
 
 
@@ -46,22 +48,22 @@ def accepted_counts_known_by_address(**arguments: Any) -> Answer:
     counts, table = arguments["num_accepted"], arguments["slot_table"]
     if counts is None:
         return step_twin(arguments)
-    seen = _seen_counts.setdefault((counts.data_ptr(), counts.shape), counts.clone())
-    # what cannot be of this step is read again
-    known = seen if int(seen.max()) <= table.shape[1] else counts
+    key = counts.data_ptr(), counts.shape
+    seen = _seen_counts.get(key, counts)
+    # what cannot be of this step is forgotten
+    fits = key in _seen_counts and int(seen.max()) <= table.shape[1]
+    known = _seen_counts[key] = seen if fits else counts.clone()
     return step_twin(arguments | {"num_accepted": known})
 
 
-_seen_offsets: dict[tuple[int, torch.Size], Tensor] = {}
+_OFFSETS = TableByAddress()
 
 
 @planted(OP, Verdict.METAMORPHIC, source="plans kept by the address of the lengths")
 def offsets_known_by_address(**arguments: Any) -> Answer:
     """Offsets are read once for every place in memory."""
     offsets = arguments["cu_seqlens"]
-    seen = _seen_offsets.setdefault((offsets.data_ptr(), offsets.shape), offsets.clone())
-    fits = int(seen[-1]) == int(offsets[-1]) and int(seen.diff().max()) <= arguments["slot_table"].shape[1]
-    return step_twin(arguments | {"cu_seqlens": seen if fits else offsets})
+    return step_twin(arguments | {"cu_seqlens": _OFFSETS(offsets, offsets.diff())})
 
 
 @planted(OP, NUMERIC, source="tables sized for a fixed number of requests")
